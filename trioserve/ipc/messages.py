@@ -41,14 +41,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 # --------------------------------------------------------------- commands: parent → worker
 
 
-class Init(_Message, tag="init"):
+class Init(_Message, frozen=True, tag="init"):
     """First command, once. Answered by Stage events and Ready, or by Fatal."""
 
     config: dict[str, Any]  # trioserve.config.schema.Config, as builtins
     model: dict[str, Any]  # trioserve.models.spec.ResolvedModel, as builtins
 
 
-class Work(_Message, tag="work"):
+class Work(_Message, frozen=True, tag="work"):
     """One sequence to generate. Answered by exactly one terminal: a delta with a finish_reason,
     or WorkFailed."""
 
@@ -60,27 +60,27 @@ class Work(_Message, tag="work"):
     cache_salt: str = ""  # part of the prefix key
 
 
-class Abort(_Message, tag="abort"):
+class Abort(_Message, frozen=True, tag="abort"):
     """End these sequences. Idempotent; each that still ran is answered by a delta with
     finish_reason "abort", ids that are unknown or finished are passed over."""
 
     ids: list[int]
 
 
-class Check(_Message, tag="check"):
+class Check(_Message, frozen=True, tag="check"):
     """Ask for the invariants to be checked now and the counters reported. Answered by Checked."""
 
     token: int
 
 
-class Exit(_Message, tag="exit"):
+class Exit(_Message, frozen=True, tag="exit"):
     """Leave after the current step, with exit code 0. Same as the end of the command pipe."""
 
 
 # ----------------------------------------------------------------- events: worker → parent
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, frozen=True, tag="hello"):
     """First event, before anything heavy is imported."""
 
     protocol: int
@@ -88,7 +88,7 @@ class Hello(_Message, tag="hello"):
     pid: int
 
 
-class Stage(_Message, tag="stage"):
+class Stage(_Message, frozen=True, tag="stage"):
     """A start-up stage begins ("start"), moves on ("progress") or ends ("end")."""
 
     name: str
@@ -99,13 +99,13 @@ class Stage(_Message, tag="stage"):
     seconds: float | None = None  # with "end"
 
 
-class Ready(_Message, tag="ready"):
+class Ready(_Message, frozen=True, tag="ready"):
     """A token has been produced. ``info`` holds the resolved value of all that was "auto"."""
 
     info: ReadyInfo
 
 
-class ReadyInfo(_Message):
+class ReadyInfo(_Message, frozen=True):
     """What the worker settled on."""
 
     architecture: str
@@ -129,7 +129,7 @@ class ReadyInfo(_Message):
         return self.num_blocks * self.block_size
 
 
-class TokenLogprobs(_Message):
+class TokenLogprobs(_Message, frozen=True):
     """Log probabilities at one position: of the chosen token, and of the best k, best first."""
 
     token_id: int
@@ -138,7 +138,7 @@ class TokenLogprobs(_Message):
     top: list[tuple[int, float]]
 
 
-class Delta(_Message):
+class Delta(_Message, frozen=True):
     """What one step added to one sequence."""
 
     id: int
@@ -149,7 +149,7 @@ class Delta(_Message):
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; first delta
 
 
-class StepStats(_Message):
+class StepStats(_Message, frozen=True):
     """Counters after a step; the totals only grow."""
 
     num_running: int
@@ -164,7 +164,7 @@ class StepStats(_Message):
     step_s: float
 
 
-class StepOutput(_Message, tag="step"):
+class StepOutput(_Message, frozen=True, tag="step"):
     """The outcome of one step."""
 
     step: int
@@ -172,7 +172,7 @@ class StepOutput(_Message, tag="step"):
     stats: StepStats
 
 
-class WorkFailed(_Message, tag="failed"):
+class WorkFailed(_Message, frozen=True, tag="failed"):
     """Terminal: this sequence alone could not go on. ``code`` is "invalid" (the request was at
     fault), or "internal"."""
 
@@ -181,7 +181,7 @@ class WorkFailed(_Message, tag="failed"):
     message: str
 
 
-class Checked(_Message, tag="checked"):
+class Checked(_Message, frozen=True, tag="checked"):
     """Answer to Check: what is still held. ``fault`` names a broken invariant, or is empty."""
 
     token: int
@@ -190,7 +190,7 @@ class Checked(_Message, tag="checked"):
     fault: str
 
 
-class Fatal(_Message, tag="fatal"):
+class Fatal(_Message, frozen=True, tag="fatal"):
     """The worker is about to exit non-zero. ``error`` is one line; the parent's last line."""
 
     stage: str
