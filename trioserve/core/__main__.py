@@ -1,0 +1,87 @@
+"""The worker process: ``python -P -m trioserve.core --fds commands,events,lifeline,status``.
+
+Started by the parent only. Says Hello before anything heavy is imported, then loads and serves.
+Exit codes: 0 asked to leave, 1 a fault (said in Fatal and on stderr).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+
+import msgspec
+
+from trioserve import __version__
+from trioserve.config.schema import Config
+from trioserve.core.batch import Executor
+from trioserve.core.engine_core import EngineCore
+from trioserve.core.stages import StageReporter
+from trioserve.errors import TrioserveError
+from trioserve.ipc.child import Channel
+from trioserve.ipc.messages import PROTOCOL, Fatal, Hello, Init, Stage
+from trioserve.models.spec import ResolvedModel
+
+
+def main() -> int:
+    """Run the worker to its end and return its exit code."""
+    channel = Channel.open(sys.argv)
+    channel.send(Hello(PROTOCOL, __version__, os.getpid()))
+    init = channel.inbox.get()
+    if init is None:
+        return 0  # the parent left before it said anything
+    if not isinstance(init, Init):
+        raise RuntimeError(f"first command is {type(init).__name__}, not Init")
+    config = msgspec.convert(init.config, Config)
+    model = msgspec.convert(init.model, ResolvedModel)
+    logging.basicConfig(
+        stream=sys.stderr, level=config.log.level.upper(), format="%(levelname)s %(message)s"
+    )
+
+    def send_stage(stage: Stage) -> None:
+        if channel.inbox.ended:
+            raise SystemExit(0)  # the parent closed the pipe while the model loads
+        channel.send(stage)
+
+    report = StageReporter(send_stage)
+    try:
+        core = EngineCore(config, model, _executor(config, model, report), channel, report)
+        core.start()
+        report.current = "serving"
+        core.run()
+    except Exception as error:
+        channel.send(_fatal(report.current, error))
+        return 1
+    return 0
+
+
+def _executor(config: Config, model: ResolvedModel, report: StageReporter) -> Executor:
+    """Import what the device needs: the stage "python"."""
+    with report.stage("python") as stage:
+        if config.device.kind == "simulated":
+            from trioserve.devices.simulated import SimulatedExecutor
+
+            return SimulatedExecutor(model, config)
+        from trioserve.devices.cpu import prepare_environment
+
+        prepare_environment(config)  # threads, before the libraries read the environment
+        import torch
+
+        stage.detail = f"torch {torch.__version__}"
+        from trioserve.core.model_runner import ModelRunner
+
+        return ModelRunner(model, config)
+
+
+def _fatal(stage: str, error: Exception) -> Fatal:
+    if isinstance(error, TrioserveError):
+        text = getattr(error, "cause", None) or str(error)
+        return Fatal(stage, text, "", "user")
+    if isinstance(error, MemoryError):
+        return Fatal(stage, f"out of memory: {error}", traceback.format_exc())
+    return Fatal(stage, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

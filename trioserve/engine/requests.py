@@ -1,0 +1,166 @@
+"""One request on the parent's side: a mailbox that never makes the engine wait, and its reader."""
+
+from __future__ import annotations
+
+import enum
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.engine.api import TextDelta, Usage
+from trioserve.errors import RequestError
+from trioserve.ipc.messages import Delta, Work
+from trioserve.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trioserve.text.tokenizer import Tokenizer
+
+
+class Sent(enum.Enum):
+    """How far a request has come toward the worker. Only the Engine writes it."""
+
+    QUEUED = "queued"  # in the commands channel; an abort simply forgets it
+    SENT = "sent"  # the worker has it; an abort is answered by a terminal delta
+    ENDED = "ended"  # a terminal answer is in the mailbox, or the request is forgotten
+
+
+class Mailbox:
+    """What the engine task puts in and the reader takes out.
+
+    Deltas coalesce in a list, so the engine never waits for a slow reader; a request's own
+    ``max_tokens`` bounds it.
+    """
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+        self._error: RequestError | None = None
+        self._wake = trio.Event()
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta. Engine task only."""
+        self._deltas.append(delta)
+        self._wake.set()
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error, to be raised after what came before it is read. Engine task only."""
+        self._error = error
+        self._wake.set()
+
+    async def take(self) -> Delta:
+        """All deltas since the last call, merged into one; waits only if there is none.
+
+        Cancellation loses nothing.
+
+        Raises:
+            RequestError: the one given to ``fail``, once the deltas before it were taken.
+        """
+        await trio.lowlevel.checkpoint()
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            self._wake = trio.Event()
+            await self._wake.wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas[0] if len(deltas) == 1 else merge(deltas)
+
+
+def merge(deltas: list[Delta]) -> Delta:
+    """Several deltas of one sequence as one, in order."""
+    last = deltas[-1]
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return Delta(
+        id=last.id,
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        logprobs=logprobs or None,
+        num_cached_tokens=next(
+            (d.num_cached_tokens for d in deltas if d.num_cached_tokens is not None), None
+        ),
+    )
+
+
+class RequestStream:
+    """The answer to one request, read by one task; see ``trioserve.engine.api.RequestStream``.
+
+    Owned by the task that reads it. Detokenizing happens here, in the reader's task: its cost and
+    its faults stay with this request.
+    """
+
+    def __init__(self, work: Work, tokenizer: Tokenizer, abort: Callable[[int], None]) -> None:
+        self.work = work
+        self.sent = Sent.QUEUED
+        self.mailbox = Mailbox()
+        self.created_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self._abort = abort
+        self._text = TextStream(tokenizer, work.prompt_token_ids, work.sampling)
+        self._cached_tokens = 0
+        self._finished = False
+
+    @property
+    def id(self) -> int:
+        """The request's id, unique in this engine."""
+        return self.work.id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as token ids."""
+        return self.work.prompt_token_ids
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; output counts only what was delivered."""
+        return Usage(
+            len(self.work.prompt_token_ids), self._text.num_output_tokens, self._cached_tokens
+        )
+
+    async def __aenter__(self) -> RequestStream:
+        """Enter at once."""
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Abort if still running; never waits, so it is safe under cancellation."""
+        self.close()
+
+    def __aiter__(self) -> RequestStream:
+        """The stream is its own iterator."""
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        """All that came since the last call as one delta; waits only if there is nothing.
+
+        Cancellation loses nothing: the next call returns it.
+
+        Raises:
+            RequestFailed: the worker failed this request, or died under it.
+            RequestCut: the server's shutdown ended it.
+            StopAsyncIteration: the last delta was returned already.
+        """
+        if self._finished:
+            raise StopAsyncIteration
+        while True:
+            delta = await self.mailbox.take()
+            if delta.num_cached_tokens is not None:
+                self._cached_tokens = delta.num_cached_tokens
+            text = self._text.push(delta)
+            if self._text.finished:
+                self._finished = True
+                self.close()  # a stop string ends it before the worker knows
+            if text is not None:
+                return text
+
+    def close(self) -> None:
+        """Abort if still running. Idempotent, never fails, never waits."""
+        self._finished = True
+        if self.sent is not Sent.ENDED:
+            self._abort(self.work.id)

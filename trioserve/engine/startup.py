@@ -1,0 +1,65 @@
+"""The stage tree of one incarnation: pure bookkeeping over Stage events."""
+
+from __future__ import annotations
+
+import attrs
+
+from trioserve.engine.api import StageStatus
+from trioserve.ipc.messages import STAGES, Stage
+
+
+class StageTree:
+    """Status of every stage, in order. Owned by the Engine.
+
+    Args:
+        keep: stages whose outcome is taken over from ``of``: those the parent runs once for all
+            incarnations.
+    """
+
+    def __init__(self, keep: tuple[str, ...] = (), of: StageTree | None = None) -> None:
+        self._stages = {name: StageStatus(name) for name in STAGES}
+        if of is not None:
+            for name in keep:
+                self._stages[name] = attrs.evolve(of._stages[name])
+
+    def apply(self, event: Stage) -> None:
+        """Take one event in. A stage of an unknown name is shown at the end."""
+        stage = self._stages.setdefault(event.name, StageStatus(event.name))
+        stage.detail = event.detail or stage.detail
+        if event.num_bytes is not None:
+            stage.num_bytes = event.num_bytes
+        match event.state:
+            case "start":
+                stage.state = "running"
+                stage.fraction = event.fraction
+            case "progress":
+                stage.fraction = event.fraction if event.fraction is not None else stage.fraction
+            case "end":
+                stage.state = "done"
+                stage.fraction = 1.0
+                stage.seconds = event.seconds
+
+    def finish(self) -> None:
+        """Ready: nothing is left to run."""
+        for stage in self._stages.values():
+            if stage.state == "running":
+                stage.state = "done"
+
+    def fail(self) -> None:
+        """The stage that runs has failed."""
+        for stage in self._stages.values():
+            if stage.state == "running":
+                stage.state = "failed"
+
+    @property
+    def current(self) -> str:
+        """Name of the stage that runs (or failed), else of the first that is still to come."""
+        for wanted in (("running", "failed"), ("pending",)):
+            for stage in self._stages.values():
+                if stage.state in wanted:
+                    return stage.name
+        return "ready"
+
+    def snapshot(self) -> list[StageStatus]:
+        """Copies, in order."""
+        return [attrs.evolve(stage) for stage in self._stages.values()]

@@ -1,0 +1,384 @@
+"""The life of an engine: ``open_engine`` and the incarnations of its worker.
+
+::
+
+    open_engine
+    └ supervise                    resolve, fetch, inspect once; then incarnations, one after another
+      └ open_worker                Hello; on leaving, the kill ladder
+        └ incarnation nursery      pipe writer · pipe reader · watchdog · engine task
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from trioserve.config import load
+from trioserve.config.schema import Config
+from trioserve.engine.api import Phase
+from trioserve.engine.engine import Engine
+from trioserve.engine.watchdog import watch_worker
+from trioserve.errors import (
+    EngineDied,
+    RequestCut,
+    RequestFailed,
+    StartupError,
+    TrioserveError,
+    WorkerDied,
+)
+from trioserve.ipc.messages import (
+    Checked,
+    Event,
+    Fatal,
+    Init,
+    Ready,
+    Stage,
+    StepOutput,
+    WorkFailed,
+)
+from trioserve.ipc.process import Worker, open_worker
+from trioserve.models.resolve import resolve_model
+from trioserve.models.spec import ResolvedModel
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("trioserve.engine")
+worker_logger = logging.getLogger("trioserve.worker")
+
+EVENT_BUFFER = 64
+MAX_BACKOFF_S = 30.0
+EXIT_WAIT_S = 1.0  # between the end of the event pipe and the end of the process
+
+WorkerFactory = Callable[[Config], AbstractAsyncContextManager[Worker]]
+
+
+@asynccontextmanager
+async def open_engine(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    wait_ready: bool = True,
+    failure_grace_s: float = 0.0,
+    worker_factory: WorkerFactory | None = None,
+) -> AsyncIterator[Engine]:
+    """Serve a model for as long as the block runs.
+
+    The worker process, and every task behind the engine, has ended when the block is left, however
+    it is left. Requests still open then end with RequestCut. Installs no signal handlers, touches
+    no global state; any number of engines may be open at once, in any thread that runs trio.
+
+    Cancelling the surrounding scope kills the worker at once; leaving normally lets it finish its
+    step.
+
+    Args:
+        config: a Config, nested values by section, a path to ``model.toml``, or None for the
+            defaults.
+        wait_ready: enter when the model is ready. False enters at once, in phase LOADING.
+        failure_grace_s: seconds the block may go on after the engine has failed, before it is
+            cancelled.
+        worker_factory: opens the worker; for tests.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+        StartupError, WorkerHandshakeError: the engine did not become ready.
+        EngineDied: it died later, and ``engine.on_death`` did not restart it.
+    """
+    engine = Engine(as_config(config))
+    block_error: Exception | None = None
+    block = trio.CancelScope()
+    closing = trio.Event()
+    supervisor = Supervisor(engine, closing, worker_factory or spawn_worker)
+
+    async def supervise() -> None:
+        try:
+            await supervisor.run()
+        except TrioserveError as error:
+            supervisor.fail(error)
+            block.deadline = trio.current_time() + failure_grace_s
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervise)
+            with block:
+                try:
+                    if wait_ready:
+                        await engine.wait_ready()
+                    yield engine
+                except Exception as error:
+                    # Raised again below: the nursery would wrap it in a group, and the caller
+                    # would have to know that there is a nursery in here.
+                    block_error = error
+            closing.set()
+    finally:
+        supervisor.close()
+    if engine.failure is not None and (block.cancelled_caught or block_error is engine.failure):
+        raise engine.failure
+    if block_error is not None:
+        raise block_error
+    if engine.failure is not None:
+        raise engine.failure
+
+
+def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
+    """The Config of whatever ``open_engine`` was given. Raises ConfigError."""
+    if isinstance(config, Config):
+        return config
+    if config is None or isinstance(config, Mapping):
+        overrides = {
+            f"{section}.{key}": value
+            for section, values in (config or {}).items()
+            for key, value in values.items()
+        }
+        return load(None, env={}, overrides=overrides).config
+    return load(Path(config), env=os.environ, overrides={}).config
+
+
+def spawn_worker(config: Config) -> AbstractAsyncContextManager[Worker]:
+    """Open a worker process for ``config``; raises WorkerHandshakeError on entry."""
+    return open_worker(hello_timeout_s=config.engine.hello_timeout_s, on_stderr=worker_logger.info)
+
+
+class Supervisor:
+    """Runs incarnations, one after another, until one may not be followed by another.
+
+    Owns the worker; the engine's state is written through Engine's methods only.
+    """
+
+    def __init__(self, engine: Engine, closing: trio.Event, worker_factory: WorkerFactory) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._closing = closing
+        self._worker_factory = worker_factory
+
+    async def run(self) -> None:
+        """Load the model's text side, then serve until ``closing``.
+
+        Cancellation kills the worker and leaves nothing.
+
+        Raises:
+            TrioserveError: what ended the engine.
+        """
+        model = await self._prepare()
+        if model is None:
+            return
+        restarts = 0
+        number = 0
+        while True:
+            number += 1
+            self._engine.begin_incarnation(number)
+            incarnation = Incarnation(self._engine, model, self._closing)
+            try:
+                self._engine.on_stage(Stage("spawn", "start"))
+                started = time.monotonic()
+                async with self._worker_factory(self._config) as worker:
+                    self._engine.on_stage(
+                        Stage(
+                            "spawn",
+                            "end",
+                            1.0,
+                            f"pid {worker.pid}",
+                            None,
+                            time.monotonic() - started,
+                        )
+                    )
+                    await incarnation.run(worker)
+                return
+            except TrioserveError as error:
+                restarts = 0 if incarnation.num_tokens else restarts
+                if not self._may_restart(error, number, restarts):
+                    raise
+                self._engine.num_deaths += 1
+                self._engine.end_incarnation(
+                    Phase.RESTARTING,
+                    RequestFailed(f"the engine died: {first_line(error)}"),
+                    str(error),
+                )
+                pause = min(self._config.engine.restart_backoff_s * 2**restarts, MAX_BACKOFF_S)
+                restarts += 1
+                logger.error("%s", error)
+                logger.warning("restart %d in %.1f s", restarts, pause)
+                with trio.move_on_after(pause):
+                    await self._closing.wait()
+                    return
+
+    def fail(self, error: TrioserveError) -> None:
+        """The engine has ended by ``error``; open requests are told."""
+        self._engine.failure = error
+        self._engine.end_incarnation(
+            Phase.FAILED, RequestFailed(f"the engine died: {first_line(error)}"), str(error)
+        )
+
+    def close(self) -> None:
+        """The block was left; whatever is still open is cut."""
+        if self._engine.phase is not Phase.FAILED:
+            self._engine.end_incarnation(Phase.CLOSED, RequestCut("the engine was closed"), None)
+
+    def _may_restart(self, error: TrioserveError, number: int, restarts: int) -> bool:
+        if self._config.engine.on_death != "restart" or self._closing.is_set():
+            return False
+        if number == 1 and not isinstance(error, EngineDied):
+            return False  # it has never worked: trying again would hide the cause
+        return restarts < self._config.engine.max_restarts
+
+    async def _prepare(self) -> ResolvedModel | None:
+        """Stages resolve, fetch, inspect, and the tokenizer; None if closed meanwhile."""
+        result: ResolvedModel | None = None
+        error: TrioserveError | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+
+                async def until_closed() -> None:
+                    await self._closing.wait()
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(until_closed)
+                result = await resolve_model(self._config.model, report=self._engine.on_stage)
+                tokenizer, template = await trio.to_thread.run_sync(load_text, result)
+                self._engine.set_model(result, tokenizer, template)
+                nursery.cancel_scope.cancel()
+        except* TrioserveError as group:
+            error = first_error(group)
+        if error is not None:
+            raise StartupError(self._engine.running_stage, str(error)) from error
+        return result if self._engine.has_model else None
+
+
+class Incarnation:
+    """One worker from Hello to its end. Raises what ended it; returns when asked to close."""
+
+    def __init__(self, engine: Engine, model: ResolvedModel, closing: trio.Event) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._model = model
+        self._closing = closing
+        self._fatal: Fatal | None = None
+        self._ready = False
+        self.num_tokens = 0
+        self.progress_s = time.monotonic()  # of the last event
+
+    async def run(self, worker: Worker) -> None:
+        """Serve. Cancellation ends it; the caller's ladder ends the worker.
+
+        Raises:
+            StartupError: a stage failed, the worker died in it, or it went silent.
+            WorkerDied: the worker ended after it was ready.
+            WorkerStalled: the watchdog found it stuck.
+        """
+        error: TrioserveError | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                send, receive = trio.open_memory_channel[Event](EVENT_BUFFER)
+                nursery.start_soon(self._write_commands, worker)
+                nursery.start_soon(self._read_events, worker, send)
+                nursery.start_soon(watch_worker, worker, self._config, self)
+                nursery.start_soon(self._until_closed, nursery.cancel_scope)
+                await self._handle_events(receive)
+                raise await self._death(worker)
+        except* TrioserveError as group:
+            error = first_error(group)
+        if error is not None:
+            raise error
+
+    @property
+    def ready(self) -> bool:
+        """Whether Ready has come."""
+        return self._ready
+
+    @property
+    def stage(self) -> str:
+        """The stage that runs."""
+        return self._engine.running_stage
+
+    async def _until_closed(self, scope: trio.CancelScope) -> None:
+        await self._closing.wait()
+        scope.cancel()
+
+    async def _write_commands(self, worker: Worker) -> None:
+        """Pipe writer. Cancellation may leave half a frame: only on the way to the ladder."""
+        try:
+            await worker.send(
+                Init(msgspec.to_builtins(self._config), msgspec.to_builtins(self._model))
+            )
+            while True:
+                await worker.send(await self._engine.next_command())
+        except trio.BrokenResourceError:
+            await trio.sleep_forever()  # the worker is gone: the reader tells why
+
+    async def _read_events(self, worker: Worker, send: trio.MemorySendChannel[Event]) -> None:
+        """Pipe reader; closes the channel at the end of the pipe."""
+        async with send:
+            async for event in worker.events:
+                await send.send(event)
+
+    async def _handle_events(self, receive: trio.MemoryReceiveChannel[Event]) -> None:
+        """Engine task: the only place where events change the engine's state."""
+        async with receive:
+            async for event in receive:
+                self.progress_s = time.monotonic()
+                self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        engine = self._engine
+        match event:
+            case StepOutput():
+                self.num_tokens += sum(len(delta.token_ids) for delta in event.deltas)
+                engine.on_step(event)
+            case WorkFailed():
+                engine.on_failed(event)
+            case Stage():
+                engine.on_stage(event)
+            case Ready():
+                self._ready = True
+                engine.on_ready(event)
+            case Checked():
+                engine.on_checked(event)
+            case Fatal():
+                self._fatal = event
+            case _:
+                raise WorkerDied(f"the worker sent {type(event).__name__} out of turn")
+
+    async def _death(self, worker: Worker) -> TrioserveError:
+        """The error that says why the event pipe has ended."""
+        with trio.move_on_after(EXIT_WAIT_S):
+            await worker.wait()
+        if self._fatal is not None:
+            if self._fatal.traceback:
+                logger.error("worker traceback:\n%s", self._fatal.traceback.rstrip())
+            cause = self._fatal.error
+        else:
+            cause = f"the worker {worker.describe_exit(needed_bytes=self._model.weight_bytes)}"
+            if last := worker.last_stderr():
+                cause += f"; it last said: {last[-1].strip()}"
+        if self._ready:
+            return WorkerDied(f"the worker died: {cause}" if self._fatal else cause)
+        stage = self._fatal.stage if self._fatal else self._engine.running_stage
+        return StartupError(stage, cause)
+
+
+def load_text(model: ResolvedModel) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The parent's half of a model. Raises ModelError."""
+    tokenizer = Tokenizer(model.tokenizer_path)
+    if model.chat_template is None:
+        return tokenizer, None
+    return tokenizer, ChatTemplate(model.chat_template, model.bos_token, model.eos_token)
+
+
+def first_error(group: BaseExceptionGroup[TrioserveError]) -> TrioserveError:
+    """The first single error in a group: a later one is a consequence."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, TrioserveError)
+    return error
+
+
+def first_line(error: Exception) -> str:
+    """One line for a client."""
+    return str(error).splitlines()[0]

@@ -1,0 +1,79 @@
+"""The watchdog: tells a worker that is busy within its budget from one that is stuck.
+
+Owns nothing. Reads the status page, which the worker's main thread writes, and the process's CPU
+time, which the kernel writes even while the GIL is held for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import trio
+
+from trioserve.config.schema import Config
+from trioserve.errors import StartupError, WorkerStalled
+from trioserve.ipc.process import Worker
+
+logger = logging.getLogger("trioserve.watchdog")
+
+DUMP_WAIT_S = 1.0  # for the stacks to arrive on stderr
+
+
+class Watched(Protocol):
+    """What the watchdog may know of an incarnation."""
+
+    progress_s: float
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def stage(self) -> str: ...
+
+
+async def watch_worker(worker: Worker, config: Config, watched: Watched) -> None:
+    """Look at the worker every ``watchdog.interval_s``; ends only by raising or cancellation.
+
+    Before Ready the limit is silence: no event for ``engine.startup_silence_s``. After it, the
+    limit is the budget that the worker itself declared for what it is doing.
+
+    Raises:
+        StartupError: start-up made no progress.
+        WorkerStalled: an operation is over its budget.
+    """
+    while True:
+        await trio.sleep(config.watchdog.interval_s)
+        if not watched.ready:
+            silent_s = time.monotonic() - watched.progress_s
+            if silent_s > config.engine.startup_silence_s:
+                await _dump_stacks(worker)
+                raise StartupError(
+                    watched.stage,
+                    f"no progress for {silent_s:.0f} s; raise engine.startup_silence_s if this "
+                    "stage may take so long",
+                )
+            continue
+        if config.watchdog.enabled and (stalled := describe_stall(worker)):
+            await _dump_stacks(worker)
+            raise WorkerStalled(stalled)
+
+
+def describe_stall(worker: Worker) -> str | None:
+    """One line if the operation on the status page is over its budget, else None."""
+    status = worker.status.read()
+    elapsed_s = time.monotonic() - status.since_s
+    if status.operation == "" or elapsed_s <= status.budget_s:
+        return None
+    return (
+        f"the worker is stuck: {status.operation} {status.step} has taken {elapsed_s:.1f} s, its "
+        f"budget is {status.budget_s:.1f} s (watchdog.step_budget_s)"
+    )
+
+
+async def _dump_stacks(worker: Worker) -> None:
+    """Have the worker's stacks written to the log; cancellation changes nothing."""
+    logger.error("worker %d seems stuck; its stacks follow", worker.pid)
+    worker.dump_stacks()
+    await trio.sleep(DUMP_WAIT_S)

@@ -1,0 +1,145 @@
+"""``trioserve run``: the nursery tree, from configuration to exit code. Read this first.
+
+::
+
+    run                                       failure → exit code
+    └ bind                                    sockets before anything heavy
+      └ root nursery ── signals               first signal: drain; second: cancel this nursery
+        └ open_engine                         phase LOADING at once; the worker lives in here
+          ├ progress · engine end · rates
+          └ serve_http                        answers from the first moment; returns when drained
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioserve.engine.supervisor import first_error, open_engine
+from trioserve.errors import DrainCut, TrioserveError
+from trioserve.http.listeners import bind, describe
+from trioserve.http.server import serve_http
+from trioserve.logs import set_up_logging
+from trioserve.progress import report_progress
+from trioserve.rates import log_rates
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trioserve.config import LoadedConfig
+    from trioserve.engine.engine import Engine
+
+logger = logging.getLogger("trioserve")
+
+FLUSH_S = 2.0  # that HTTP has to tell clients of an engine's death
+
+
+class Stopping:
+    """Why and how the server is to stop. Written by the signals task alone."""
+
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.second_signal: int | None = None
+
+
+def run(loaded: LoadedConfig) -> int:
+    """Serve until told to stop; returns the exit code of design and docs/lifecycle.md."""
+    console = make_console(loaded)
+    set_up_logging(loaded.config.log, console)
+    stopping = Stopping()
+    try:
+        trio.run(serve, loaded, stopping, console)
+    except* TrioserveError as group:
+        error = first_error(group)
+        exit_code = error.exit_code
+        logger.error("%s", error)
+    except* KeyboardInterrupt:
+        exit_code = 128 + signal.SIGINT
+    except* Exception:
+        logger.critical("a bug in the server:\n%s", traceback.format_exc())
+        exit_code = 70
+    else:
+        exit_code = 0
+    return exit_code if stopping.second_signal is None else 128 + stopping.second_signal
+
+
+async def serve(loaded: LoadedConfig, stopping: Stopping, console: Console | None) -> None:
+    """The tree. Cancellation kills the worker and aborts the connections.
+
+    Raises:
+        TrioserveError: what ended the server, possibly inside exception groups.
+    """
+    config = loaded.config
+    listeners = await bind(config.http)
+    addresses = [describe(listener) for listener in listeners]
+    for line in loaded.describe_non_defaults():
+        logger.info("%s", line)
+    logger.info("listening on %s", ", ".join(addresses))
+    async with trio.open_nursery() as root:
+        await root.start(watch_signals, stopping, root.cancel_scope)
+        async with open_engine(config, wait_ready=False, failure_grace_s=FLUSH_S) as engine:
+            root.start_soon(report_progress, engine, addresses, console)
+            root.start_soon(stop_with_engine, engine, stopping)
+            root.start_soon(drain_engine, engine, stopping)
+            root.start_soon(log_rates, engine, config.log.stats_interval_s)
+            report = await serve_http(
+                engine,
+                listeners,
+                config,
+                stopping=stopping.event,
+                drain_deadline_s=config.engine.drain_timeout_s,
+            )
+        root.cancel_scope.cancel()
+        if report.num_cut:
+            raise DrainCut(
+                f"{report.num_cut} requests were cut at the drain deadline "
+                f"(engine.drain_timeout_s = {config.engine.drain_timeout_s:g})"
+            )
+    logger.info("stopped")
+
+
+async def watch_signals(
+    stopping: Stopping,
+    root: trio.CancelScope,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """First SIGTERM or SIGINT: drain. Second: cancel everything. Runs until cancelled."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            name = signal.Signals(number).name
+            if stopping.event.is_set():
+                stopping.second_signal = number
+                logger.warning("%s again: stopping at once", name)
+                root.cancel()
+                return
+            logger.info("%s: no new requests, finishing those that run", name)
+            stopping.event.set()
+
+
+async def stop_with_engine(engine: Engine, stopping: Stopping) -> None:
+    """When the engine has ended by itself, have HTTP flush what it still holds and return."""
+    await engine.wait_ended()
+    stopping.event.set()
+
+
+async def drain_engine(engine: Engine, stopping: Stopping) -> None:
+    """From the first signal on, the engine refuses new requests."""
+    await stopping.event.wait()
+    engine.begin_drain()
+    if open_requests := engine.status.num_requests:
+        logger.info("%d requests are still open", open_requests)
+
+
+def make_console(loaded: LoadedConfig) -> Console | None:
+    """A console for the live view, if stderr is a terminal and the format allows it."""
+    if loaded.config.log.format != "auto" or not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+
+    return Console(stderr=True)
