@@ -45,7 +45,7 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+    def formatMessage(self, record: logging.LogRecord) -> str:
         """The line; a line feed is left alone only in our own multi-line texts."""
         if record.name == "trioserve.worker":
             record.message = "worker: " + escape(record.message)
@@ -73,11 +73,7 @@ class ConsoleHandler(logging.Handler):
 
 def set_up_logging(config: LogConfig, console: Console | None) -> None:
     """Configure the root logger once, for a process that is ours."""
-    handler: logging.Handler
-    if console is not None:
-        handler = ConsoleHandler(console)
-    else:
-        handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr) if console is None else ConsoleHandler(console)
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -20,16 +20,16 @@ from trioserve.core.engine_core import EngineCore
 from trioserve.core.stages import StageReporter
 from trioserve.errors import TrioserveError
 from trioserve.ipc.child import Channel
-from trioserve.ipc.messages import PROTOCOL, Fatal, Hello, Init, Stage
+from trioserve.ipc.messages import PROTOCOL, Exit, Fatal, Hello, Init, Stage
 from trioserve.models.spec import ResolvedModel
 
 
 def main() -> int:
     """Run the worker to its end and return its exit code."""
-    channel = Channel.open(sys.argv)
+    channel = Channel.open(sys.argv[1:])
     channel.send(Hello(PROTOCOL, __version__, os.getpid()))
     init = channel.inbox.get()
-    if init is None:
+    if isinstance(init, Exit):
         return 0  # the parent left before it said anything
     if not isinstance(init, Init):
         raise RuntimeError(f"first command is {type(init).__name__}, not Init")
@@ -40,8 +40,9 @@ def main() -> int:
     )
 
     def send_stage(stage: Stage) -> None:
-        if channel.inbox.ended:
-            raise SystemExit(0)  # the parent closed the pipe while the model loads
+        # Before Ready nothing comes but the end of the pipe: the parent is closing.
+        if channel.inbox.drain():
+            raise SystemExit(0)
         channel.send(stage)
 
     report = StageReporter(send_stage)

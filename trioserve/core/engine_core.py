@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 
 from trioserve.config.schema import Config
@@ -16,7 +17,7 @@ from trioserve.core.kv_cache import plan_kv_cache
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.stages import StageReporter
 from trioserve.errors import RequestError, StartupError
-from trioserve.ipc.child import Channel, process_rss_bytes
+from trioserve.ipc.child import Channel
 from trioserve.ipc.messages import (
     Abort,
     Check,
@@ -30,6 +31,7 @@ from trioserve.ipc.messages import (
     Work,
     WorkFailed,
 )
+from trioserve.ipc.status_page import rss_bytes
 from trioserve.models.spec import ResolvedModel
 from trioserve.sampling_params import SamplingParams
 
@@ -107,7 +109,7 @@ class EngineCore:
                     block_size=self._config.cache.block_size,
                     num_blocks=plan.num_blocks,
                     kv_cache_bytes=plan.kv_bytes,
-                    rss_bytes=process_rss_bytes(),
+                    rss_bytes=rss_bytes(os.getpid()) or 0,
                 )
             )
         )
@@ -141,10 +143,10 @@ class EngineCore:
             if not self._scheduler.has_work:
                 status.end()
                 command = inbox.get()
-                if command is None or not self._handle(command):
+                if command is not None and not self._handle(command):
                     return
             for command in inbox.drain():
-                if command is None or not self._handle(command):
+                if not self._handle(command):
                     return
             if self._scheduler.has_work:
                 started = time.monotonic()
@@ -179,8 +181,7 @@ class EngineCore:
         if batch is None:
             return [], []
         self._step = batch.step
-        self._channel.status.begin("step", self._config.watchdog.step_budget_s)
-        self._channel.status.step(batch.step)
+        self._channel.status.begin("step", self._config.watchdog.step_budget_s, batch.step)
         try:
             sampled = self._executor.sample(self._executor.execute(batch))
         except Exception:

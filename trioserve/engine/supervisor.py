@@ -3,7 +3,7 @@
 ::
 
     open_engine
-    └ supervise                    resolve, fetch, inspect once; then incarnations, one after another
+    └ supervise                    resolve, fetch, inspect once; then one incarnation at a time
       └ open_worker                Hello; on leaving, the kill ladder
         └ incarnation nursery      pipe writer · pipe reader · watchdog · engine task
 """
