@@ -1,0 +1,131 @@
+"""A model's own chat template: messages to prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from trioserve.errors import InvalidRequest, ModelError
+from trioserve.text.messages import normalize_messages
+
+if TYPE_CHECKING:
+    import jinja2
+
+_OURS = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+
+
+class _Refused(Exception):
+    """The template called ``raise_exception``."""
+
+
+class ChatTemplate:
+    """A Jinja template in the dialect of model repositories, run in a sandbox.
+
+    Templates may use ``raise_exception``, ``strftime_now``, ``tojson`` (which leaves HTML and
+    other scripts alone), ``break``, ``continue`` and ``{% generation %}``.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile it.
+
+        Raises:
+            ModelError: the template is broken, with the line.
+        """
+        import jinja2
+
+        self._globals = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        try:
+            self._template = _environment(now).from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"chat template, line {error.lineno}: {error.message}; "
+                "correct it or give another template"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. ``template_kwargs`` are further variables, such as ``enable_thinking``.
+
+        The prompt has the model's control tokens in it: encode it without adding them again.
+
+        Raises:
+            InvalidRequest: a message has an illegal shape, the template refuses (its own message
+                is passed on), or it fails on these messages.
+        """
+        given = dict(template_kwargs or {})
+        for name in _OURS:
+            if name in given:
+                path = f"chat_template_kwargs.{name}"
+                raise InvalidRequest(f"{path} is set by the server", param=path)
+        variables = {
+            "documents": None,
+            **given,
+            **self._globals,
+            "messages": normalize_messages(messages),
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except _Refused as refusal:
+            raise InvalidRequest(str(refusal), param="messages") from None
+        except Exception as error:  # a template is a program; whatever it does, the server stands
+            reason = " ".join(str(error).split()) or "no reason given"
+            raise InvalidRequest(
+                f"the model's chat template fails on this request: {type(error).__name__}: "
+                f"{reason[:300]}",
+                param="messages",
+            ) from error
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what the assistant said, for training; here it is nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 (Jinja's own protocol)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
+
+
+def _refuse(message: Any = "the chat template refuses these messages") -> None:
+    raise _Refused(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
