@@ -234,11 +234,10 @@ def _fill(inbox: Inbox, commands: int, parent: int | None) -> None:
                 _end()
             data = os.read(commands, READ_BYTES)
             if not data:
-                break
+                break  # inside a frame too: the parent left while it wrote, nobody misses it
             for payload in frames.feed(data):
                 inbox.put(decode(decoder, payload))
             frames.feed(b"")  # raises where a bad length came after good frames
-        frames.finish()
     except FrameError as fault:
         inbox.put(fault)
     else:

@@ -121,8 +121,10 @@ class Worker:
         if self._killed or -code not in _HINTS:
             return text
         text += f"; {_HINTS[signal.Signals(-code)]}"
-        if -code == signal.SIGKILL and needed_bytes is not None and available_bytes is not None:
-            text += f": needed {_size(needed_bytes)}, available {_size(available_bytes)}"
+        if -code == signal.SIGKILL and needed_bytes is not None:
+            text += f": needed {_size(needed_bytes)}"
+            if available_bytes is not None:
+                text += f", available {_size(available_bytes)}"
         return text
 
     def dump_stacks(self) -> None:
@@ -211,7 +213,11 @@ class Worker:
         return self.exited
 
     async def _put_down(self) -> None:
-        """Runs shielded and bounded."""
+        """Runs shielded and bounded.
+
+        Raises:
+            WorkerStalled: the process outlived it.
+        """
         self._close_lifeline()
         self.kill()
         with trio.move_on_after(GONE_S):
@@ -223,6 +229,12 @@ class Worker:
         await self.events.aclose()
         self._watch_scope.cancel()
         self._pump_scope.cancel()
+        if not self.exited:
+            raise WorkerStalled(
+                f"the worker (pid {self.pid}) is still there {GONE_S:g} s after SIGKILL, in state "
+                f"{process_state(self.pid) or 'unknown'}: the kernel holds it, in a driver most "
+                f"likely, and with it its memory"
+            )
 
     def _close(self) -> None:
         self._process.close()
@@ -291,8 +303,6 @@ async def attach(
         raise
     finally:
         worker._close()
-    if not worker.exited:
-        raise WorkerStalled(_describe_unkillable(worker))
 
 
 def _describe_silence(worker: Worker, first: Event | str | None, timeout_s: float) -> str:
@@ -311,14 +321,6 @@ def _describe_silence(worker: Worker, first: Event | str | None, timeout_s: floa
 
 def _name(event: Event) -> str:
     return f"Fatal: {event.error}" if isinstance(event, Fatal) else type(event).__name__
-
-
-def _describe_unkillable(worker: Worker) -> str:
-    return (
-        f"the worker (pid {worker.pid}) is still there {GONE_S:g} s after SIGKILL, in state "
-        f"{process_state(worker.pid) or 'unknown'}: the kernel holds it, in a driver most likely; "
-        f"its memory stays taken until the machine lets go of it"
-    )
 
 
 def _signal_name(signum: int) -> str:
