@@ -77,6 +77,7 @@ class ResolvedModel:
     bos_token: str = ""
     eos_token: str = ""
     seed: int = 0  # of the weights, for format "random"
+    warnings: tuple[str, ...] = ()  # odd, but no reason to refuse: one line each
 
     @property
     def weight_bytes(self) -> int:
