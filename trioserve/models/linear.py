@@ -1,0 +1,131 @@
+"""The one interface of all projections, and the weight layouts behind it.
+
+A ``Linear`` computes ``x @ weight.T + bias`` in float32; how the weight lies in memory is the
+layout's affair:
+
+* ``fp32``: the plain matrix, torch's own product.
+* ``fp16``: FBGEMM's packed half-precision matrix with float32 activations and sums. Half the bytes
+  to read at batch 1, and blocked for the cache. Nothing is computed in half precision.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trioserve.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+Layout = Literal["fp32", "fp16"]
+FP16_MAX = 65504.0
+
+
+class Linear(Protocol):
+    """A projection: float32 ``[n, in_features]`` to a new float32 ``[n, out_features]``.
+
+    Attributes:
+        layout: how the weight is stored.
+        num_bytes: memory of weight and bias; 0 where the weight belongs to another module.
+    """
+
+    in_features: int
+    out_features: int
+    layout: Layout
+    num_bytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Fp32Linear:
+    """A plain float32 matrix ``[out_features, in_features]``."""
+
+    layout: Layout = "fp32"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = (0 if shared else weight.nbytes) + _nbytes(bias)
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedFp16Linear:
+    """A matrix rounded to float16 and packed by FBGEMM. The given weight is not kept.
+
+    Of torch's two entry points this is the one that runs on all threads and is not deprecated;
+    ``bench/linear.py`` compares them.
+    """
+
+    layout: Layout = "fp16"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.numel() * 2 + _nbytes(bias)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        # The overload itself: resolving it anew costs microseconds at every call.
+        self._product = torch.ops.quantized.linear_dynamic_fp16.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x, self._packed)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> Linear:
+    """Put a float32 matrix ``[out, in]`` (and bias ``[out]``) into a layout.
+
+    A matrix with values beyond float16's range stays float32; the log says which one (``name``).
+    """
+    if layout == "fp16":
+        if fits_fp16(weight):
+            return PackedFp16Linear(weight, bias)
+        log.warning("%s has values beyond float16 and stays float32", name)
+    return Fp32Linear(weight, bias)
+
+
+def fits_fp16(weight: Tensor) -> bool:
+    """Whether every finite value stays finite in float16. NaN and infinities do not fit."""
+    low, high = torch.aminmax(weight)
+    return bool(low >= -FP16_MAX) and bool(high <= FP16_MAX)
+
+
+def choose_layout(wanted: Literal["auto", "fp32", "fp16"]) -> tuple[Layout, str]:
+    """Decide ``[model] weights`` for this processor.
+
+    Returns:
+        the layout, and the reason for people to read.
+
+    Raises:
+        ModelError: fp16 was asked for and this processor or torch build lacks the kernels.
+    """
+    if wanted == "fp32":
+        return "fp32", "as configured"
+    missing = _why_no_packed_fp16()
+    if missing is None:
+        return "fp16", "as configured" if wanted == "fp16" else "packed kernels are available"
+    if wanted == "fp16":
+        raise ModelError(
+            f"[model] weights = fp16 cannot be used: {missing}; set it to fp32 or auto"
+        )
+    return "fp32", missing
+
+
+def _why_no_packed_fp16() -> str | None:
+    """None where packed float16 products work, else what is missing."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if not capability.startswith("AVX"):
+        return f"packed float16 products need AVX2, torch found {capability}"
+    try:
+        PackedFp16Linear(torch.zeros(8, 8))(torch.zeros(1, 8))
+    except (RuntimeError, AttributeError) as error:
+        return f"this torch build has no packed float16 products ({str(error).splitlines()[0]})"
+    return None
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes

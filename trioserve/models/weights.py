@@ -1,0 +1,78 @@
+"""A model's tensors, held against what its architecture needs before the first is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trioserve.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+NAMES_SHOWN = 8
+
+
+class Weights:
+    """What an architecture reads its tensors from, once each and by name.
+
+    Args:
+        tensors: name to tensor; a lookup may read a file.
+        expected: name to shape of all that must be there.
+        optional: whether a name may be there unexpected without a warning.
+
+    Raises:
+        ModelError: expected names are missing; it lists the first of them and counts the rest.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        expected: Mapping[str, Sequence[int]],
+        optional: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        missing = [name for name in expected if name not in tensors]
+        if missing:
+            raise ModelError(
+                f"the checkpoint lacks {_listed(missing)}; it is incomplete or of another model"
+            )
+        extra = [name for name in tensors if name not in expected and not optional(name)]
+        if extra:
+            log.warning("the checkpoint holds tensors that the model does not use: %s",
+                        _listed(extra))  # fmt: skip
+        self._tensors = tensors
+        self._expected = expected
+
+    def has(self, name: str) -> bool:
+        """Whether the architecture expects ``name``: for parts that a model may lack."""
+        return name in self._expected
+
+    def take(self, name: str) -> Tensor:
+        """The tensor as float32, shape checked. Raises ModelError where the shape is wrong."""
+        tensor = self._tensors[name]
+        expected = tuple(self._expected[name])
+        if tuple(tensor.shape) != expected:
+            raise ModelError(
+                f"tensor {name} has shape {list(tensor.shape)}, "
+                f"the model's configuration asks for {list(expected)}"
+            )
+        return tensor.float()
+
+    def take_joined(self, names: Sequence[str]) -> Tensor:
+        """Several tensors one below the other, as one new tensor (a single one as it is)."""
+        if len(names) == 1:
+            return self.take(names[0])
+        return torch.cat([self.take(name) for name in names])
+
+    def take_optional(self, name: str) -> Tensor | None:
+        """A tensor that few checkpoints have, in whatever shape, or None."""
+        return self._tensors[name].float() if name in self._tensors else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:NAMES_SHOWN])
+    more = len(names) - NAMES_SHOWN
+    counted = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+    return f"{counted}: {shown}" + (f" and {more} more" if more > 0 else "")
