@@ -20,7 +20,7 @@ import trio
 
 import trioserve
 from trioserve.errors import WorkerHandshakeError, WorkerStalled
-from trioserve.ipc.framing import FrameError
+from trioserve.ipc.framing import FrameError, TruncatedFrame
 from trioserve.ipc.messages import PROTOCOL, Command, Event, Fatal, Hello
 from trioserve.ipc.spawn import Endpoints, spawn
 from trioserve.ipc.status_page import StatusReader, process_state
@@ -164,8 +164,6 @@ class Worker:
             self._check(first)
             self.hello = first
             return
-        with trio.move_on_after(0 if first is None else _EXIT_AFTER_END_S):
-            await self._exited.wait()
         raise self._handshake_error(_describe_silence(self, first, timeout_s))
 
     async def _give_up_after_exit(self, scope: trio.CancelScope) -> None:
@@ -176,7 +174,11 @@ class Worker:
         try:
             return await anext(self.events)
         except StopAsyncIteration:
+            await self._leaves_within(_EXIT_AFTER_END_S)
             return "it closed its event pipe"
+        except TruncatedFrame as fault:
+            await self._leaves_within(_EXIT_AFTER_END_S)
+            return str(fault)
         except FrameError as fault:
             return str(fault)
 
