@@ -187,6 +187,25 @@ def _inspect_random(found: RandomModel, config: ModelConfig, name: str) -> Resol
     )
 
 
+def with_tokenizer(model: ResolvedModel, path: Path) -> ResolvedModel:
+    """``model`` with the tokenizer.json that was made for it, checked against its embedding.
+
+    Raises:
+        ModelError: it has more ids than the model has embeddings.
+    """
+    num_ids, token_ids = read_token_ids(path)
+    _check_vocabulary(path, num_ids, model.spec)
+    text = TokenizerFiles(path, num_ids, token_ids, model.bos_token, model.eos_token, None)
+    spec = _with_text_eos(model.spec, text)
+    return attrs.evolve(
+        model,
+        spec=spec,
+        tokenizer_path=str(path),
+        bos_token=text.bos_token or _text_of(text, spec.bos_token_id),
+        eos_token=text.eos_token or _text_of(text, next(iter(spec.eos_token_ids), None)),
+    )
+
+
 def match_tensors(
     spec: ModelSpec, found: Mapping[str, TensorInfo], where: Path
 ) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:

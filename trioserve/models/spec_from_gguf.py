@@ -49,6 +49,8 @@ def spec_from_gguf(header: GGUFHeader) -> ModelSpec:
     num_heads = max(fields.integer(head + "attention.head_count"), 1)
     head_dim = _head_dim(fields, head, hidden_size // num_heads)
     rope_theta = _decimal(fields.number(head + "rope.freq_base", 10000.0))
+    # A sentencepiece vocabulary that does not say has these.
+    defaults = (1, 2) if header.metadata.get("tokenizer.ggml.model") == "llama" else ()
     spec = ModelSpec(
         architecture=architecture,
         num_layers=fields.integer(head + "block_count"),
@@ -65,8 +67,8 @@ def spec_from_gguf(header: GGUFHeader) -> ModelSpec:
         tie_embeddings="output.weight" not in names,
         attention_bias="blk.0.attn_q.bias" in names,
         mlp_bias="blk.0.ffn_gate.bias" in names,
-        eos_token_ids=_token_ids(fields, *EOS_KEYS),
-        bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
+        eos_token_ids=_token_ids(fields, *EOS_KEYS) or defaults[1:],
+        bos_token_id=next(iter((*_token_ids(fields, "bos_token_id"), *defaults[:1])), None),
     )
     check_spec(spec, str(header.path))
     return spec
