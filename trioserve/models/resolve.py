@@ -18,7 +18,11 @@ from trioserve.models.spec import ResolvedModel
 from trioserve.text.convert import ensure_tokenizer
 
 
-async def resolve_model(config: ModelConfig, *, report: Callable[[Stage], None]) -> ResolvedModel:
+# stage, "start" | "progress" | "end", fraction 0..1 or None, detail, bytes or None
+Report = Callable[[str, str, float | None, str, int | None], None]
+
+
+async def resolve_model(config: ModelConfig, *, report: Report) -> ResolvedModel:
     """Find, fetch and inspect the configured model; a stage that fails has a start and no end.
 
     ``report`` is called in this task only. Cancellation ends the children (pip, the hub's download,
@@ -27,7 +31,11 @@ async def resolve_model(config: ModelConfig, *, report: Callable[[Stage], None])
     Raises:
         ModelError: the model cannot be had or used; the stage last started is the one that failed.
     """
-    stages = StageReporter(report, trio.current_time)
+
+    def send(stage: Stage) -> None:
+        report(stage.name, stage.state, stage.fraction, stage.detail, stage.num_bytes)
+
+    stages = StageReporter(send, trio.current_time)
     with stages.stage("resolve", config.source):
         source = parse_source(config.source)
 
