@@ -17,9 +17,7 @@ from trioserve.models.source import fetch, parse_source
 from trioserve.models.spec import ResolvedModel
 from trioserve.text.convert import ensure_tokenizer
 
-
-# stage, "start" | "progress" | "end", fraction 0..1 or None, detail, bytes or None
-Report = Callable[[str, str, float | None, str, int | None], None]
+Report = Callable[[Stage], None]
 
 
 async def resolve_model(config: ModelConfig, *, report: Report) -> ResolvedModel:
@@ -31,11 +29,7 @@ async def resolve_model(config: ModelConfig, *, report: Report) -> ResolvedModel
     Raises:
         ModelError: the model cannot be had or used; the stage last started is the one that failed.
     """
-
-    def send(stage: Stage) -> None:
-        report(stage.name, stage.state, stage.fraction, stage.detail, stage.num_bytes)
-
-    stages = StageReporter(send, trio.current_time)
+    stages = StageReporter(report, trio.current_time)
     with stages.stage("resolve", config.source):
         source = parse_source(config.source)
 
