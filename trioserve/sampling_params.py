@@ -10,6 +10,7 @@ import msgspec
 from trioserve.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
@@ -65,6 +66,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequest("stop strings must not be empty", param="stop")
+        if any(len(text) > MAX_STOP_CHARS for text in self.stop):
+            raise InvalidRequest(
+                f"stop strings have at most {MAX_STOP_CHARS} characters", param="stop"
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidRequest(
                 f"logprobs must lie between 0 and {MAX_LOGPROBS}, not {self.logprobs}",

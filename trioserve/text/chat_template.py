@@ -13,7 +13,7 @@ from trioserve.text.messages import normalize_messages
 if TYPE_CHECKING:
     import jinja2
 
-_OURS = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_OURS = ("messages", "bos_token", "eos_token")
 
 
 class _Refused(Exception):
@@ -53,9 +53,10 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        **template_kwargs: Any,
     ) -> str:
         """The prompt. ``template_kwargs`` are further variables, such as ``enable_thinking``.
 
@@ -65,14 +66,13 @@ class ChatTemplate:
             InvalidRequest: a message has an illegal shape, the template refuses (its own message
                 is passed on), or it fails on these messages.
         """
-        given = dict(template_kwargs or {})
         for name in _OURS:
-            if name in given:
+            if name in template_kwargs:
                 path = f"chat_template_kwargs.{name}"
                 raise InvalidRequest(f"{path} is set by the server", param=path)
         variables = {
             "documents": None,
-            **given,
+            **template_kwargs,
             **self._globals,
             "messages": normalize_messages(messages),
             "tools": list(tools) if tools else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ class Tokenizer:
         decoder_fault: the reason in that case; such a tokenizer serves embeddings, not generation.
         vocab_size: number of tokens, added ones included. A model may have more rows than this;
             ids without a token stand for no text.
-        max_token_bytes: N bytes of text make at least N / max_token_bytes tokens. None where no
-            such bound is known, see ``min_num_tokens``.
+        max_token_bytes: N bytes of text make at least N / max_token_bytes tokens. Infinite where
+            no such bound is known, see ``min_num_tokens``.
     """
 
     def __init__(self, path: str) -> None:
@@ -105,10 +106,7 @@ class Tokenizer:
         white space away, tokens that swallow the white space around them, and unknown characters
         merged into one token all make long texts into few tokens.
         """
-        if self.max_token_bytes is None:
-            return 0
-        check_encodable(text)
-        return -(-len(text.encode()) // self.max_token_bytes)
+        return math.ceil(len(text.encode(errors="surrogatepass")) / self.max_token_bytes)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for inside a text; empty for ids without a token.
@@ -148,19 +146,19 @@ class Tokenizer:
         content = self.token_content(token_id)
         return b"" if content is None else self.rules.to_bytes(content, first=first)
 
-    def _bytes_per_token(self, parts: _File, added: Mapping[int, Any]) -> int | None:
+    def _bytes_per_token(self, parts: _File, added: Mapping[int, Any]) -> float:
         factor = shrink_factor(parts.normalizer)
         if factor is None or not keeps_all_text(parts.pre_tokenizer):
-            return None
+            return math.inf
         if any(token.lstrip or token.rstrip for token in added.values()):
-            return None
+            return math.inf
         vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         byte_level = parts.model.type == "BPE" and (
             _mentions(parts.pre_tokenizer, "ByteLevel") or _mentions(parts.normalizer, "ByteLevel")
         )
         byte_fallback = parts.model.type in ("BPE", "Unigram") and bool(parts.model.byte_fallback)
         if not covers_all_bytes(vocab, byte_level=byte_level, byte_fallback=byte_fallback):
-            return None
+            return math.inf
         return factor * max(_num_bytes(content, byte_level) for content in vocab)
 
 
