@@ -77,8 +77,8 @@ async def serve(loaded: LoadedConfig, stopping: Stopping, console: Console | Non
     config = loaded.config
     listeners = await bind(config.http)
     addresses = [describe(listener) for listener in listeners]
-    for line in loaded.describe_non_defaults():
-        logger.info("%s", line)
+    if settings := loaded.describe_non_defaults():
+        logger.info("settings: %s", settings)
     logger.info("listening on %s", ", ".join(addresses))
     async with trio.open_nursery() as root:
         await root.start(watch_signals, stopping, root.cancel_scope)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import trio
 
@@ -51,7 +51,9 @@ from trioserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("trioserve.engine")
 
-LONG_TEXT_BYTES = 16 * 1024  # beyond it, tokenizing goes to a thread
+LONG_TEXT = 16 * 1024  # characters; beyond it, tokenizing goes to a thread
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -85,7 +87,7 @@ class Engine:
         self._started_s = time.monotonic()
         self._ready_after_s: float | None = None
         self._changed = trio.Event()
-        self._tokenizing = trio.CapacityLimiter(1)
+        self._long_texts = trio.CapacityLimiter(1)
 
     # ------------------------------------------------------------------ what users look at
 
@@ -145,18 +147,13 @@ class Engine:
             raise self._not_ready()
         return self._info.max_model_len
 
-    async def watch(self) -> AsyncIterator[EngineStatus]:
-        """Statuses as they change, the present one first, until the engine has ended.
+    def watch(self) -> Watch:
+        """Statuses as they change, the present one first, until the engine has ended."""
+        return Watch(self)
 
-        Changes that come while the reader is busy are seen as one. Cancellation ends it.
-        """
-        while True:
-            changed = self._changed
-            status = self.status
-            yield status
-            if status.phase in (Phase.FAILED, Phase.CLOSED):
-                return
-            await changed.wait()
+    async def wait_change(self) -> None:
+        """Wait for the next change of phase, stage or model. Cancellation changes nothing."""
+        await self._changed.wait()
 
     async def wait_ready(self) -> None:
         """Wait for phase READY. Cancellation changes nothing.
@@ -188,24 +185,14 @@ class Engine:
             ContextLengthExceeded: the text cannot fit, whatever the tokenizer makes of it.
         """
         tokenizer, limit = self.tokenizer, self.max_model_len
-        num_bytes = len(text.encode("utf-8", "surrogatepass"))
-        least = math.ceil(num_bytes / tokenizer.max_token_bytes)
+        least = tokenizer.min_num_tokens(text)
         if least > limit:
             raise ContextLengthExceeded(
-                f"the maximum context length is {limit} tokens; a prompt of {num_bytes} bytes "
-                f"is at least {least} tokens",
+                f"the maximum context length is {limit} tokens; a prompt of {len(text)} "
+                f"characters is at least {least} tokens",
                 param="prompt",
             )
-        if num_bytes <= LONG_TEXT_BYTES:
-            await trio.lowlevel.checkpoint()
-            return tokenizer.encode(text, add_special_tokens)
-        return await trio.to_thread.run_sync(
-            tokenizer.encode,
-            text,
-            add_special_tokens,
-            limiter=self._tokenizing,
-            abandon_on_cancel=True,
-        )
+        return await self._off_loop(len(text), tokenizer.encode, text, add_special_tokens)
 
     async def render_chat(
         self,
@@ -225,9 +212,13 @@ class Engine:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template"
             )
-        text = self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
+        render = partial(
+            self._template.render,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
         )
+        text = await self._off_loop(text_length(messages), render)
         return await self.encode_prompt(text, add_special_tokens=False)
 
     def submit(
@@ -442,6 +433,15 @@ class Engine:
         check_token_ids("prompt", prompt_token_ids, info.vocab_size)
         sampling.validate(info.vocab_size)
 
+    async def _off_loop(self, length: int, function: Callable[..., T], *args: Any) -> T:
+        """Call ``function``, in a thread if it works on a long text; cancellation abandons it."""
+        if length <= LONG_TEXT:
+            await trio.lowlevel.checkpoint()
+            return function(*args)
+        return await trio.to_thread.run_sync(
+            function, *args, limiter=self._long_texts, abandon_on_cancel=True
+        )
+
     def _send(self, command: Command) -> None:
         self._commands.append(command)
         self._commands_wake.set()
@@ -468,6 +468,34 @@ class Engine:
                 return NotReady("the engine is closed")
 
 
+class Watch:
+    """Iterates over statuses; changes that come while the reader is busy are seen as one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._last: EngineStatus | None = None
+        self._ended = False
+
+    def __aiter__(self) -> Watch:
+        return self
+
+    async def __anext__(self) -> EngineStatus:
+        """The next status that differs. Cancellation loses nothing."""
+        await trio.lowlevel.checkpoint()
+        while not self._ended:
+            status = self._engine.status
+            if self._last is None or self._key(status) != self._key(self._last):
+                self._last = status
+                self._ended = status.phase in (Phase.FAILED, Phase.CLOSED)
+                return status
+            await self._engine.wait_change()
+        raise StopAsyncIteration
+
+    @staticmethod
+    def _key(status: EngineStatus) -> tuple[object, ...]:
+        return (status.phase, status.incarnation, status.stages, status.cause, status.info)
+
+
 class _Answer:
     """What ``check`` waits for; ``checked`` stays None if the worker ends first."""
 
@@ -479,3 +507,14 @@ class _Answer:
 def default_name(source: str) -> str:
     """The served name made from a source that is not inspected yet."""
     return source.rstrip("/").rsplit("/", 1)[-1].rsplit("#", 1)[-1]
+
+
+def text_length(value: Any) -> int:
+    """Characters of all text anywhere inside a JSON-like value; a cheap measure of work."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(text_length, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(text_length, value))
+    return 0

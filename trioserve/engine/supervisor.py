@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import trio
 
 from trioserve.config import load
 from trioserve.config.schema import Config
+from trioserve.core.stages import StageReporter
 from trioserve.engine.api import Phase
 from trioserve.engine.engine import Engine
 from trioserve.engine.watchdog import watch_worker
@@ -156,6 +156,7 @@ class Supervisor:
         self._config = engine.config
         self._closing = closing
         self._worker_factory = worker_factory
+        self._stages = StageReporter(engine.on_stage)
 
     async def run(self) -> None:
         """Load the model's text side, then serve until ``closing``.
@@ -175,19 +176,7 @@ class Supervisor:
             self._engine.begin_incarnation(number)
             incarnation = Incarnation(self._engine, model, self._closing)
             try:
-                self._engine.on_stage(Stage("spawn", "start"))
-                started = time.monotonic()
-                async with self._worker_factory(self._config) as worker:
-                    self._engine.on_stage(
-                        Stage(
-                            "spawn",
-                            "end",
-                            1.0,
-                            f"pid {worker.pid}",
-                            None,
-                            time.monotonic() - started,
-                        )
-                    )
+                async with self._spawn() as worker:
                     await incarnation.run(worker)
                 return
             except TrioserveError as error:
@@ -219,6 +208,15 @@ class Supervisor:
         """The block was left; whatever is still open is cut."""
         if self._engine.phase is not Phase.FAILED:
             self._engine.end_incarnation(Phase.CLOSED, RequestCut("the engine was closed"), None)
+
+    @asynccontextmanager
+    async def _spawn(self) -> AsyncIterator[Worker]:
+        """Stage spawn around the way to Hello. Cancellation, or an error, kills the worker."""
+        async with AsyncExitStack() as stack:
+            with self._stages.stage("spawn") as stage:
+                worker = await stack.enter_async_context(self._worker_factory(self._config))
+                stage.detail = f"pid {worker.pid}"
+            yield worker
 
     def _may_restart(self, error: TrioserveError, number: int, restarts: int) -> bool:
         if self._config.engine.on_death != "restart" or self._closing.is_set():
@@ -261,7 +259,8 @@ class Incarnation:
         self._fatal: Fatal | None = None
         self._ready = False
         self.num_tokens = 0
-        self.progress_s = time.monotonic()  # of the last event
+        self.progress_s = trio.current_time()  # of the last event
+        self._available_bytes = available_memory_bytes()
 
     async def run(self, worker: Worker) -> None:
         """Serve. Cancellation ends it; the caller's ladder ends the worker.
@@ -278,7 +277,7 @@ class Incarnation:
                 nursery.start_soon(self._write_commands, worker)
                 nursery.start_soon(self._read_events, worker, send)
                 nursery.start_soon(watch_worker, worker, self._config, self)
-                nursery.start_soon(self._until_closed, nursery.cancel_scope)
+                nursery.start_soon(self._until_closed, worker, nursery.cancel_scope)
                 await self._handle_events(receive)
                 raise await self._death(worker)
         except* TrioserveError as group:
@@ -296,8 +295,10 @@ class Incarnation:
         """The stage that runs."""
         return self._engine.running_stage
 
-    async def _until_closed(self, scope: trio.CancelScope) -> None:
+    async def _until_closed(self, worker: Worker, scope: trio.CancelScope) -> None:
         await self._closing.wait()
+        if not self._ready:
+            worker.kill()  # it has nothing to finish, and is deaf while it loads
         scope.cancel()
 
     async def _write_commands(self, worker: Worker) -> None:
@@ -321,7 +322,7 @@ class Incarnation:
         """Engine task: the only place where events change the engine's state."""
         async with receive:
             async for event in receive:
-                self.progress_s = time.monotonic()
+                self.progress_s = trio.current_time()
                 self._handle(event)
 
     def _handle(self, event: Event) -> None:
@@ -353,7 +354,10 @@ class Incarnation:
                 logger.error("worker traceback:\n%s", self._fatal.traceback.rstrip())
             cause = self._fatal.error
         else:
-            cause = f"the worker {worker.describe_exit(needed_bytes=self._model.weight_bytes)}"
+            ended = worker.describe_exit(
+                needed_bytes=self._model.weight_bytes, available_bytes=self._available_bytes
+            )
+            cause = f"the worker {ended}"
             if last := worker.last_stderr():
                 cause += f"; it last said: {last[-1].strip()}"
         if self._ready:
@@ -368,6 +372,18 @@ def load_text(model: ResolvedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     if model.chat_template is None:
         return tokenizer, None
     return tokenizer, ChatTemplate(model.chat_template, model.bos_token, model.eos_token)
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that processes could still take, as the kernel estimates it; None if it is not told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def first_error(group: BaseExceptionGroup[TrioserveError]) -> TrioserveError:

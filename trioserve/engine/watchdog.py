@@ -46,7 +46,7 @@ async def watch_worker(worker: Worker, config: Config, watched: Watched) -> None
     while True:
         await trio.sleep(config.watchdog.interval_s)
         if not watched.ready:
-            silent_s = time.monotonic() - watched.progress_s
+            silent_s = trio.current_time() - watched.progress_s
             if silent_s > config.engine.startup_silence_s:
                 await _dump_stacks(worker)
                 raise StartupError(
