@@ -36,8 +36,7 @@ can move together; all others are relative to the working directory. `~` is the 
 `model.source` with a scheme (`hf:`, `wheel:`, `random:`) is no path; a file whose name looks like
 one is written `./hf:name`.
 
-Sizes are bytes, or text with a unit: `2GiB` and `512 MiB` count in powers of 1024, `1.5GB` in powers
-of 1000.
+Sizes are bytes, or text with a unit: `2GiB` and `512 MiB` are powers of 1024, `1.5GB` of 1000.
 """
 
 
