@@ -26,9 +26,19 @@ class Detokenizer:
 
     An answer is decoded on its own: bytes of a character that the prompt left unfinished (only
     prompts given as ids can) are not completed.
+
+    Attributes:
+        num_held_bytes: bytes of a character that is not whole yet; 0 to 3.
     """
 
-    __slots__ = ("_at_start", "_skip_special", "_strip_left", "_tokenizer", "_utf8")
+    __slots__ = (
+        "_at_start",
+        "_skip_special",
+        "_strip_left",
+        "_tokenizer",
+        "_utf8",
+        "num_held_bytes",
+    )
 
     def __init__(
         self,
@@ -44,6 +54,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._utf8 = _Utf8(errors="replace")
+        self.num_held_bytes = 0
         tokenizer.token_bytes(0)  # raises here rather than in the middle of an answer
         rules = tokenizer.rules
         self._at_start = rules is not None and rules.depends_on_start  # nothing settled yet
@@ -55,24 +66,28 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The characters that these tokens complete."""
-        return self._utf8.decode(b"".join([self._bytes(token_id) for token_id in token_ids]))
+        return self._decode(b"".join([self._bytes(token_id) for token_id in token_ids]))
 
     def step(self, token_id: int) -> tuple[bytes, str]:
         """One token: the bytes it adds to the answer, and the characters it completes."""
         data = self._bytes(token_id)
-        return data, self._utf8.decode(data) if data else ""
-
-    @property
-    def num_held_bytes(self) -> int:
-        """Bytes of a character that is not whole yet; 0 to 3."""
-        return len(self._utf8.getstate()[0])
+        return data, self._decode(data)
 
     def finish(self) -> str:
         """The end of the text: one U+FFFD for a character that was cut, else nothing.
 
         Streamed and plain answers both end this way.
         """
+        self.num_held_bytes = 0
         return self._utf8.decode(b"", final=True)
+
+    def _decode(self, data: bytes) -> str:
+        if not data:
+            return ""
+        text = self._utf8.decode(data)
+        # After an ASCII byte nothing can be pending; asking the decoder costs more than decoding.
+        self.num_held_bytes = len(self._utf8.getstate()[0]) if data[-1] >= 0x80 else 0
+        return text
 
     def _bytes(self, token_id: int) -> bytes:
         if self._skip_special and self._tokenizer.is_special(token_id):

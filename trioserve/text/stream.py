@@ -10,7 +10,7 @@ from trioserve.ipc.messages import Delta, TokenLogprobs
 from trioserve.sampling_params import SamplingParams
 from trioserve.text.detokenizer import Detokenizer
 from trioserve.text.stop_strings import StopMatcher
-from trioserve.text.tokenizer import Tokenizer
+from trioserve.text.tokenizer import Tokenizer, spell
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry."""
@@ -135,34 +135,17 @@ class TextStream:
 
     def _logprob(self, given: TokenLogprobs, data: bytes, hidden: bool) -> TokenLogprob:
         chosen = given.token_id
-        name = self._name(chosen, self._tokenizer.token_bytes(chosen) if hidden else data)
-        top = [
-            TokenLogprob(
-                token=name if token_id == chosen else self._name(token_id, raw),
-                token_id=token_id,
-                token_bytes=data if token_id == chosen else raw,
-                logprob=_finite(logprob),
-                top=[],
-            )
-            for token_id, logprob in given.top
-            for raw in [self._visible_bytes(token_id)]
-        ]
-        return TokenLogprob(
-            token=name, token_id=chosen, token_bytes=data, logprob=_finite(given.logprob), top=top
-        )
-
-    def _visible_bytes(self, token_id: int) -> bytes:
-        is_special = self._tokenizer.is_special(token_id)
-        return b"" if is_special else self._tokenizer.token_bytes(token_id)
-
-    def _name(self, token_id: int, data: bytes) -> str:
-        """The token for people: its text, the name of a control token, or its bytes spelt out."""
-        if self._tokenizer.is_special(token_id):
-            return self._tokenizer.token_content(token_id) or ""
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        name, usual = self._tokenizer.shown(chosen)
+        if data != usual and not hidden:
+            name = spell(data)  # the first token of a text, without its leading space
+        top = []
+        for token_id, logprob in given.top:
+            if token_id == chosen:
+                top.append(TokenLogprob(name, chosen, data, _finite(logprob), []))
+            else:
+                other, raw = self._tokenizer.shown(token_id)
+                top.append(TokenLogprob(other, token_id, raw, _finite(logprob), []))
+        return TokenLogprob(name, chosen, data, _finite(given.logprob), top)
 
 
 def _finite(logprob: float) -> float:

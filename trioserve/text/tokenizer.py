@@ -82,7 +82,9 @@ class Tokenizer:
             self.decoder_fault = f"{path}: {fault} cannot be done one token at a time"
         added = self._library.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
-        self._bytes: dict[int, bytes] = {}  # grows to the vocabulary at most
+        # These two grow to the size of the vocabulary at most.
+        self._bytes: dict[int, bytes] = {}
+        self._shown: dict[int, tuple[str, bytes]] = {}
         self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
         self.max_token_bytes = self._bytes_per_token(parts, added)
 
@@ -131,6 +133,23 @@ class Tokenizer:
         content: str | None = self._library.id_to_token(token_id)
         return content
 
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """The token for people, and its bytes in an answer.
+
+        Control tokens are shown by name and have no bytes in an answer. Bytes that are not whole
+        characters are spelt out, so that different tokens stay different: ``bytes:\\xe6\\x97``.
+        """
+        try:
+            return self._shown[token_id]
+        except KeyError:
+            if token_id in self._special:
+                entry = (self.token_content(token_id) or "", b"")
+            else:
+                data = self.token_bytes(token_id)
+                entry = (spell(data), data)
+            self._shown[token_id] = entry
+            return entry
+
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, never shown in an answer."""
         return token_id in self._special
@@ -160,6 +179,14 @@ class Tokenizer:
         if not covers_all_bytes(vocab, byte_level=byte_level, byte_fallback=byte_fallback):
             return math.inf
         return factor * max(_num_bytes(content, byte_level) for content in vocab)
+
+
+def spell(data: bytes) -> str:
+    """Bytes as text; where they are not whole characters, as their numbers."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def check_encodable(text: str) -> None:
