@@ -75,7 +75,7 @@ async def serve(loaded: LoadedConfig, stopping: Stopping, console: Console | Non
         TrioserveError: what ended the server, possibly inside exception groups.
     """
     config = loaded.config
-    listeners = await bind(config.http)
+    listeners = bind(config.http)
     addresses = [describe(listener) for listener in listeners]
     if settings := loaded.describe_non_defaults():
         logger.info("settings: %s", settings)

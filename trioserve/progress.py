@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
+
+import trio
 
 from trioserve.engine.api import EngineStatus, Phase, StageStatus
 
@@ -13,6 +16,11 @@ if TYPE_CHECKING:
     from trioserve.engine.engine import Engine
 
 logger = logging.getLogger("trioserve.start")
+
+TICK_S = 0.5  # how often a running stage is looked at
+EVERY_S = 2.0  # how often a line says that it still runs
+ONCE = ("resolve", "fetch", "inspect")  # stages that only the first incarnation has
+STARTING = (Phase.LOADING, Phase.RESTARTING)
 
 
 class StageView(Protocol):
@@ -27,53 +35,78 @@ async def report_progress(engine: Engine, addresses: list[str], console: Console
 
     Cancellation leaves the terminal in order.
     """
-    view: StageView = LiveView(console) if console is not None else LineView()
+    view: StageView = LiveView(console) if console is not None else LineView(trio.current_time)
     summed_up = 0
+    changes = engine.watch()
     try:
-        async for status in engine.watch():
+        while True:
+            status = engine.status
             view.show(status)
             if status.phase is Phase.READY and summed_up < status.incarnation:
                 summed_up = status.incarnation
                 view.close()
                 for line in summary(status, addresses):
                     logger.info("%s", line)
+            with trio.move_on_after(TICK_S if status.phase in STARTING else float("inf")):
+                try:
+                    await anext(changes)
+                except StopAsyncIteration:
+                    return
     finally:
         view.close()
 
 
 class LineView:
-    """A log line as each stage starts (if it lasts), advances by a quarter, and ends."""
+    """A log line as each stage ends; a stage that lasts also says that it runs, and how far it is.
 
-    def __init__(self) -> None:
-        self._said: dict[tuple[int, str], str] = {}
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended: set[tuple[int, str]] = set()
+        self._running: tuple[int, str] = (0, "")
+        self._said_s = 0.0
 
     def show(self, status: EngineStatus) -> None:
         """Log what is new in this status."""
         for stage in status.stages:
-            text = self._text(stage)
-            key = (status.incarnation, stage.name)
-            if text is not None and self._said.get(key) != text[0]:
-                self._said[key] = text[0]
-                logger.info("%s", text[1], extra={"stage": stage.name, "seconds": stage.seconds})
+            incarnation = 1 if stage.name in ONCE else status.incarnation
+            key = (incarnation, stage.name)
+            if stage.state == "running":
+                self._show_running(key, stage)
+                continue
+            ended = stage.state == "failed" or stage.seconds is not None
+            if ended and key not in self._ended:
+                self._ended.add(key)
+                self._log(stage, "failed" if stage.state == "failed" else "")
 
     def close(self) -> None:
         """Nothing is open."""
 
+    def _show_running(self, key: tuple[int, str], stage: StageStatus) -> None:
+        now = self._clock()
+        if self._running != key:
+            self._running = key
+            self._said_s = now - EVERY_S + TICK_S  # its first line once it has lasted a tick
+        elif now - self._said_s >= EVERY_S:
+            self._said_s = now
+            self._log(stage, "…" if stage.fraction is None else f"{stage.fraction:.0%}")
+
     @staticmethod
-    def _text(stage: StageStatus) -> tuple[str, str] | None:
-        """What to say of a stage, and a key that changes when it is worth saying again."""
-        if stage.state == "pending" or (stage.state == "done" and stage.seconds is None):
-            return None
-        size = f", {format_bytes(stage.num_bytes)}" if stage.num_bytes else ""
-        detail = f" ({stage.detail})" if stage.detail else ""
-        if stage.state == "done":
-            return "done", f"{stage.name}: {stage.seconds:.2f} s{size}{detail}"
-        if stage.state == "failed":
-            return "failed", f"{stage.name}: failed{size}{detail}"
-        quarter = int((stage.fraction or 0.0) * 4)
-        if quarter == 0:
-            return "running 0", f"{stage.name} …{detail}"
-        return f"running {quarter}", f"{stage.name}: {stage.fraction:.0%}{size}"
+    def _log(stage: StageStatus, state: str) -> None:
+        parts = [state] if state else [f"{stage.seconds:.2f} s"]
+        if stage.num_bytes:
+            parts.append(format_bytes(stage.num_bytes))
+        if stage.detail:
+            parts.append(stage.detail)
+        logger.info(
+            "%s: %s",
+            stage.name,
+            ", ".join(parts),
+            extra={"stage": stage.name, "state": stage.state, "seconds": stage.seconds},
+        )
 
 
 class LiveView:

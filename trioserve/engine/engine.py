@@ -69,7 +69,7 @@ class Engine:
         self.failure: TrioserveError | None = None
         self.num_deaths = 0  # of incarnations that had been ready
         self._phase = Phase.LOADING
-        self._incarnation = 0
+        self._incarnation = 1
         self._stages = StageTree()
         self._cause: str | None = None
         self._model: ResolvedModel | None = None

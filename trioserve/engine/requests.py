@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import trio
@@ -123,12 +122,7 @@ class RequestStream:
         """Enter at once."""
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *args: object) -> None:
         """Abort if still running; never waits, so it is safe under cancellation."""
         self.close()
 

@@ -375,7 +375,7 @@ def load_text(model: ResolvedModel) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that processes could still take, as the kernel estimates it; None if it is not told."""
+    """Memory that processes could still take, as the kernel estimates it; None if untold."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
