@@ -1,0 +1,79 @@
+"""The app of one server: routes, limits and error handlers around an engine."""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+from quart import Response
+from werkzeug.exceptions import HTTPException
+
+from trioserve.config.schema import Config
+from trioserve.engine.api import EngineApi
+from trioserve.errors import RequestError
+from trioserve.http.asgi import App, AppContext
+from trioserve.http.errors import error_response, http_error_response, internal_error_response
+from trioserve.http.metrics import Metrics
+from trioserve.http.open_requests import OpenRequests
+from trioserve.http.routes import generation, models, probes, request_state
+
+log = logging.getLogger(__name__)
+
+ROUTES = [
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/metrics",
+    "/startup",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/models/<path:name>",
+    "/version",
+]
+"""Templates of all routes; a test compares them with what is registered."""
+
+
+def make_app(engine: EngineApi, config: Config, stopping: trio.Event) -> App:
+    """Build the app. It holds no global state; must be called inside ``trio.run``.
+
+    Args:
+        engine: answers the requests.
+        config: limits of ``[http]``.
+        stopping: once set, generation is refused and connections are closed after each answer.
+    """
+    app = App("trioserve", static_folder=None)
+    app.url_map.merge_slashes = False  # a redirect for //v1/... helps nobody
+    app.config.update(
+        RESPONSE_TIMEOUT=None,  # it would cut streams
+        BODY_TIMEOUT=config.http.body_timeout_s,
+        MAX_CONTENT_LENGTH=config.http.max_body_bytes,
+        PROPAGATE_EXCEPTIONS=None,
+    )
+    app.context = AppContext(
+        engine=engine,
+        config=config,
+        stopping=stopping,
+        open_requests=OpenRequests(),
+        metrics=Metrics(engine, ROUTES),
+        parsing=trio.CapacityLimiter(1),
+    )
+    for module in (probes, models, generation):
+        module.register(app)
+    app.register_error_handler(RequestError, _on_request_error)
+    app.register_error_handler(HTTPException, _on_http_error)
+    app.register_error_handler(Exception, _on_bug)
+    return app
+
+
+async def _on_request_error(error: RequestError) -> Response:
+    return error_response(error)
+
+
+async def _on_http_error(error: HTTPException) -> Response:
+    return http_error_response(error)
+
+
+async def _on_bug(error: Exception) -> Response:
+    log.error("request %s failed", request_state().id, exc_info=error)
+    return internal_error_response()

@@ -1,0 +1,143 @@
+"""The app class and its ASGI connection: quart-trio's, with request lifetime and final send mended.
+
+quart-trio cancels a request's task while hypercorn is still inside the last send, which loses the
+restart of the idle timer; and a body iterator that never starts never cleans up. Here the last send
+is shielded, and what a request holds lives on an ExitStack around the whole ASGI call.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+import trio
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
+from quart import Request, Response
+from quart.utils import encode_headers
+from quart_trio import QuartTrio
+from quart_trio.asgi import TrioASGIHTTPConnection
+
+from trioserve.http.connection import Exchange
+
+if TYPE_CHECKING:
+    from trioserve.config.schema import Config
+    from trioserve.engine.api import EngineApi
+    from trioserve.http.metrics import Metrics
+    from trioserve.http.open_requests import OpenRequests
+
+log = logging.getLogger(__name__)
+
+CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@attrs.frozen
+class AppContext:
+    """What the routes of one app work with."""
+
+    engine: EngineApi
+    config: Config
+    stopping: trio.Event
+    open_requests: OpenRequests
+    metrics: Metrics
+    parsing: trio.CapacityLimiter  # threads for large bodies
+
+
+@attrs.define
+class RequestState:
+    """What belongs to one request, from its first byte to its last."""
+
+    id: str
+    exchange: Exchange
+    lifetime: ExitStack
+    nursery: trio.Nursery | None = None
+    status: int | None = None
+    route: str | None = None
+
+
+class App(QuartTrio):
+    """A quart-trio app that carries its context; no globals, any number per process."""
+
+    context: AppContext
+
+
+class RequestConnection(TrioASGIHTTPConnection):
+    """One ASGI call."""
+
+    app: App
+
+    async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        """Answer one request. Cancellation, as by a client that left, closes all it holds."""
+        shared = cast(dict[str, Any], self.scope.get("state") or {})
+        exchange = shared.get("exchange") or Exchange()
+        started = trio.current_time()
+        with ExitStack() as lifetime:
+            state = RequestState(self._request_id(), exchange, lifetime)
+            shared["request"] = state
+            self.scope["state"] = cast(Any, shared)
+            lifetime.callback(self._account, state, started)
+            # Whatever way the call ends, a reader that holds the end of input back is let go.
+            lifetime.callback(exchange.end)
+            request = self._create_request_from_scope(send)
+            async with trio.open_nursery() as nursery:
+                state.nursery = nursery
+                nursery.start_soon(self.handle_messages, nursery, request, receive)
+                nursery.start_soon(self.handle_request, nursery, request, send)
+
+    async def handle_request(  # type: ignore[override]
+        self, nursery: trio.Nursery, request: Request, send: ASGISendCallable
+    ) -> None:
+        """Answer and end the call."""
+        state: RequestState = cast(Any, request.scope)["state"]["request"]
+        response = cast(Response, await self.app.handle_request(request))
+        state.route = request.url_rule.rule if request.url_rule is not None else None
+        state.status = response.status_code
+        response.headers["X-Request-Id"] = state.id
+        if self.app.context.stopping.is_set():
+            response.headers["Connection"] = "close"
+        await self._send(send, response, state.exchange)
+        nursery.cancel_scope.cancel()
+
+    async def _send(self, send: Any, response: Response, exchange: Exchange) -> None:
+        start = {
+            "type": "http.response.start",
+            "status": response.status_code,
+            "headers": encode_headers(response.headers),
+        }
+        await send(start)
+        async with response.response as body:
+            async for data in body:
+                if not data:
+                    continue
+                if exchange.write is not None:
+                    await exchange.write(data)
+                else:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        # hypercorn posts the disconnect, which cancels this task, from inside this last send.
+        with trio.CancelScope(shield=True):
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _request_id(self) -> str:
+        for name, value in self.scope["headers"]:
+            if name.lower() == b"x-request-id":
+                given = value.decode("latin1")
+                if CLIENT_ID.fullmatch(given):
+                    return given
+        return secrets.token_hex(12)
+
+    def _account(self, state: RequestState, started: float) -> None:
+        self.app.context.metrics.count_request(state.route, state.status)
+        log.debug(
+            "%s %s: %s in %.1f ms, request %s",
+            self.scope["method"],
+            state.route or "(no route)",
+            state.status or "client gone",
+            (trio.current_time() - started) * 1000,
+            state.id,
+        )
+
+
+App.asgi_http_class = RequestConnection

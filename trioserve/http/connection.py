@@ -1,0 +1,421 @@
+"""One client connection: hypercorn's HTTP/1.1 machinery with the faults that matter here mended.
+
+hypercorn treats the end of a client's sending as the client being gone, cannot time out a client
+that stops reading, stops reading itself when bytes follow a request, and lets any upgrade request
+into code that can fail. ``ClientStream`` and ``Connection`` replace those parts; docs/http.md lists
+each with its test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, cast
+
+import h11
+import orjson
+import trio
+from hypercorn.config import Config as HypercornConfig
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol import ProtocolWrapper
+from hypercorn.protocol.events import EndBody, Response, StreamClosed
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import AppWrapper, ConnectionState
+from hypercorn.utils import parse_socket_addr
+
+SEND_PIECE_BYTES = 16 * 1024  # what a client must take within the send deadline
+READ_AHEAD_BYTES = 64 * 1024  # kept of what follows a request that is still being answered
+CLOSE_GRACE_S = 1.0
+NO_LINGER = struct.pack("ii", 1, 0)  # close with a reset, dropping what was not sent
+
+
+class SocketLike(Protocol):
+    """What is used of a stream's socket."""
+
+    family: int
+
+    def getpeername(self) -> Any: ...
+    def getsockname(self) -> Any: ...
+    def setsockopt(self, level: int, option: int, value: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class StreamLike(Protocol):
+    """What is used of a stream: ``trio.SocketStream`` has it."""
+
+    socket: SocketLike
+
+    async def send_all(self, data: bytes | memoryview) -> None: ...
+    async def send_eof(self) -> None: ...
+    async def receive_some(self, max_bytes: int) -> bytes | bytearray: ...
+    async def aclose(self) -> None: ...
+
+
+class ClientStream:
+    """A stream whose sends have a deadline and that can be aborted from synchronous code.
+
+    hypercorn shields its sends from cancellation, so the deadline must live inside the stream.
+    """
+
+    def __init__(self, stream: StreamLike, send_timeout_s: float) -> None:
+        self.socket = stream.socket
+        self._stream = stream
+        self._send_timeout_s = send_timeout_s
+        self.timed_out = False
+
+    async def send_all(self, data: bytes) -> None:
+        """Send everything; each piece has the deadline to itself.
+
+        Raises:
+            trio.BrokenResourceError: the client is gone, or took nothing for too long; in the
+                latter case the connection is aborted.
+            trio.ClosedResourceError: the connection was closed or aborted meanwhile.
+        """
+        if len(data) <= SEND_PIECE_BYTES:
+            await self._send(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(view), SEND_PIECE_BYTES):
+            await self._send(view[start : start + SEND_PIECE_BYTES])
+
+    async def _send(self, data: bytes | memoryview) -> None:
+        with trio.move_on_after(self._send_timeout_s) as deadline:
+            await self._stream.send_all(data)
+        if deadline.cancelled_caught:
+            self.timed_out = True
+            self.abort()
+            raise trio.BrokenResourceError("the client took nothing for too long")
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        """As the stream's own; cancellation loses nothing."""
+        return bytes(await self._stream.receive_some(max_bytes))
+
+    async def send_eof(self) -> None:
+        """As the stream's own."""
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        """Close; what was sent is still delivered."""
+        await self._stream.aclose()
+
+    def abort(self) -> None:
+        """Close at once with a reset; tasks that wait on the stream get ClosedResourceError."""
+        with contextlib.suppress(OSError):  # closed already
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        self.socket.close()
+
+
+class Exchange:
+    """One request and its answer, as far as the connection must know about it.
+
+    Written by the connection and by the request's handler. When the client ends its sending, a
+    handler that streams goes on (``half_closed`` is set and ``on_half_close`` called), any other
+    is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.half_closed = False
+        self.on_half_close: Callable[[], None] | None = None
+        self.streams: bool | None = None  # None: not known yet
+        self.write: Callable[[bytes], Awaitable[None]] | None = None
+        self._decided = trio.Event()
+        self._ended = trio.Event()
+
+    def declare(self, *, streams: bool) -> None:
+        """Say whether the answer will be a stream."""
+        self.streams = streams
+        self._decided.set()
+
+    def end(self) -> None:
+        """The answer is complete, or nobody waits for it. Idempotent."""
+        self._decided.set()
+        self._ended.set()
+
+    async def outlast_end_of_input(self) -> None:
+        """Return when the client, who has ended its sending, counts as gone."""
+        await self._decided.wait()
+        if self.streams and not self._ended.is_set():
+            self.half_closed = True
+            if self.on_half_close is not None:
+                self.on_half_close()
+            await self._ended.wait()
+
+
+class _EndOfInput(Exception):
+    """The client counts as gone; unwinds hypercorn's event loop to our reader."""
+
+
+class _ReadAhead:
+    """Stands in for ``H11Protocol.can_read``, on which hypercorn waits without reading.
+
+    h11 pauses when bytes follow a request that is being answered. Waiting here reads on, so that
+    the end of input is still seen; what was read is given to h11 afterwards.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[bytes]]) -> None:
+        self._read = read
+        self._event = trio.Event()
+        self._scope: trio.CancelScope | None = None
+        self.data = bytearray()
+
+    async def clear(self) -> None:
+        self._event = trio.Event()
+
+    async def set(self) -> None:
+        self._event.set()
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        while not self._event.is_set() and len(self.data) < READ_AHEAD_BYTES:
+            with trio.CancelScope() as self._scope:
+                self.data += await self._read()
+            self._scope = None
+        await self._event.wait()
+
+
+class H11Only(H11Protocol):
+    """HTTP/1.1 without upgrades, with bodies for protocol errors and a short way for chunks.
+
+    A request to upgrade is answered as if it had not asked, which HTTP allows.
+    """
+
+    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool) -> None:
+        super().__init__(*args)
+        self.can_read: _ReadAhead = read_ahead
+        self.exchange: Exchange | None = None
+        self._http2 = http2
+
+    @property
+    def request_is_whole(self) -> bool:
+        """Whether a request is being answered whose last byte has arrived."""
+        return self.stream is not None and self.connection.their_state not in (
+            h11.SEND_BODY,
+            h11.ERROR,
+        )
+
+    async def handle(self, event: Event) -> None:
+        """Feed bytes to h11, after what was read ahead of it."""
+        await super().handle(event)
+        if not isinstance(event, RawData):
+            return
+        while self.can_read.data:
+            data, self.can_read.data = bytes(self.can_read.data), bytearray()
+            await super().handle(RawData(data))
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        """Send an event of the response."""
+        if isinstance(event, Response) and event.status_code >= 200 and self.exchange is not None:
+            await super().stream_send(event)
+            if self._is_chunked():
+                self.exchange.write = self._write_chunk
+        else:
+            if isinstance(event, EndBody | StreamClosed) and self.exchange is not None:
+                self.exchange.write = None
+            await super().stream_send(event)
+
+    async def _write_chunk(self, data: bytes) -> None:
+        # What h11 makes of a Data event under chunked transfer coding, without its state machine:
+        # a Data event changes no state.
+        await self.send(RawData(b"%x\r\n%b\r\n" % (len(data), data)))
+
+    def _is_chunked(self) -> bool:
+        writer = getattr(self.connection, "_writer", None)
+        return type(writer).__name__ == "ChunkedWriter"
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        if self._http2:
+            await super()._check_protocol(event)
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        target = _origin_form(request.target)
+        http_1 = request.http_version.startswith(b"1.")
+        if target is None or not http_1:
+            await self._send_error_response(400 if http_1 else 505)
+            await self.send(Closed())
+            return
+        self.exchange = Exchange()
+        self.connection_state["exchange"] = self.exchange
+        # h11 has checked the request; _parsed says so and spares a second check.
+        plain = h11.Request(
+            method=request.method,
+            headers=[(k, v) for k, v in request.headers if k != b"upgrade"],
+            target=target,
+            http_version=request.http_version,
+            _parsed=True,
+        )
+        await super()._create_stream(plain)
+
+    async def _close_stream(self) -> None:
+        if self.exchange is not None:
+            self.exchange.end()
+        await super()._close_stream()
+
+    async def _send_error_response(self, status_code: int) -> None:
+        body = _ERROR_BODIES.get(status_code, _ERROR_BODIES[400])
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+            *self.config.response_headers("h11"),
+        ]
+        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+
+class _Protocol(ProtocolWrapper):
+    """hypercorn's choice of protocol, always beginning with our HTTP/1.1."""
+
+    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool) -> None:
+        super().__init__(*args)
+        h1 = H11Only(*args, read_ahead=read_ahead, http2=http2)
+        self.protocol = h1
+        self.h1 = h1
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange that outlives the end of input, if there may be one."""
+        if self.protocol is self.h1 and self.h1.request_is_whole:
+            return self.h1.exchange
+        return None
+
+
+class Connection(TCPServer):
+    """Serves one connection from its first byte to its close.
+
+    Args:
+        app: hypercorn's wrapper around the ASGI app.
+        config: hypercorn's settings, see ``trioserve.http.server``.
+        context: shared by all connections; its ``terminated`` event closes idle ones.
+        stream: the client's stream; closed when ``run`` returns.
+        http2: whether HTTP/2 may be spoken, by prior knowledge or upgrade.
+    """
+
+    def __init__(
+        self,
+        app: AppWrapper,
+        config: HypercornConfig,
+        context: WorkerContext,
+        stream: ClientStream,
+        *,
+        http2: bool,
+    ) -> None:
+        super().__init__(app, config, context, {}, cast(Any, stream))
+        self._http2 = http2
+        self._read_ahead = _ReadAhead(self._receive)
+        self._reading = trio.CancelScope()
+        self._closing = False
+        self._input_ended = False
+
+    async def run(self) -> None:
+        """Serve until either side closes.
+
+        Cancellation closes the connection; a send that is under way delays it by at most the send
+        deadline, unless the stream is aborted first.
+        """
+        try:
+            sock = self.stream.socket
+            client = parse_socket_addr(sock.family, sock.getpeername())
+            server = parse_socket_addr(sock.family, sock.getsockname())
+            async with TaskGroup() as task_group:
+                self._task_group = task_group
+                self.protocol = _Protocol(
+                    self.app,
+                    self.config,
+                    self.context,
+                    task_group,
+                    ConnectionState(self.state),
+                    False,
+                    client,
+                    server,
+                    self.protocol_send,
+                    read_ahead=self._read_ahead,
+                    http2=self._http2,
+                )
+                await self.idle_task.restart(task_group, self._idle_timeout)
+                await self._read_data()
+                # Left running, it would keep a connection its client has closed for another
+                # keep_alive_timeout.
+                await self.idle_task.stop()
+        except OSError:
+            pass  # the client was gone before it could be asked for its address
+        finally:
+            with trio.move_on_after(CLOSE_GRACE_S, shield=True):
+                await self._close()
+
+    async def protocol_send(self, event: Event) -> None:
+        """Carry out what the protocol asks: send, close, or mind the idle timer."""
+        if isinstance(event, Closed):
+            await self._begin_close()
+        elif not (self._input_ended and isinstance(event, Updated)):
+            await super().protocol_send(event)
+
+    async def _begin_close(self) -> None:
+        """End our sending and leave the rest to the reader.
+
+        Closing at once with bytes unread makes the kernel reset the connection, and the client may
+        lose the answer that says why. The reader drops what still comes, for a moment.
+        """
+        self._closing = True
+        self._reading.deadline = trio.current_time() + CLOSE_GRACE_S
+        with contextlib.suppress(
+            trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError
+        ):
+            await self.stream.send_eof()
+        await self.protocol.handle(Closed())
+
+    async def _read_data(self) -> None:
+        with (
+            self._reading,
+            contextlib.suppress(_EndOfInput, trio.ClosedResourceError, trio.BrokenResourceError),
+        ):
+            while True:
+                await self.protocol.handle(RawData(await self._receive()))
+        self._input_ended = True
+        await self.protocol.handle(Closed())
+
+    async def _receive(self) -> bytes:
+        """The next bytes; raises _EndOfInput when the client counts as gone."""
+        while data := await self.stream.receive_some(MAX_RECV):
+            if not self._closing:
+                return bytes(data)
+        exchange = cast(_Protocol, self.protocol).exchange
+        if exchange is not None:
+            await exchange.outlast_end_of_input()
+        raise _EndOfInput
+
+
+def _origin_form(target: bytes) -> bytes | None:
+    """The path and query of a request target, or None for what this server has no use for."""
+    if target.startswith(b"/"):
+        return target
+    for scheme in (b"http://", b"https://"):
+        if target[: len(scheme)].lower() == scheme:
+            _, slash, rest = target[len(scheme) :].partition(b"/")
+            return slash + rest or b"/"
+    return None
+
+
+def _error_body(message: str) -> bytes:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return orjson.dumps({"error": error})
+
+
+_ERROR_BODIES = {
+    400: _error_body("the request is not valid HTTP/1.1"),
+    413: _error_body("the request's body is too large"),
+    431: _error_body("the request's headers are too large"),
+    500: _error_body("internal error"),
+    501: _error_body("the request's transfer coding is not supported"),
+    505: _error_body("only HTTP/1.1 is spoken here"),
+}

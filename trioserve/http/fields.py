@@ -1,0 +1,250 @@
+"""JSON bodies: decoded strictly, then read field by field with every fault collected.
+
+A field that is null counts as absent. Integers must be written as integers (``1``, not ``1.0``) and
+true is not 1; numbers may be integers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import orjson
+
+from trioserve.http.errors import InvalidBody
+
+MAX_SHOWN = 60  # characters of a value or key in a message
+MAX_FAULTS = 20  # listed; more are counted
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    """Decode a body that must be one JSON object.
+
+    Refuses what decoders commonly let pass: NaN and Infinity, numbers beyond a double, halves of
+    surrogate pairs, keys given twice.
+
+    Raises:
+        InvalidBody: saying what is wrong and, for syntax, where.
+    """
+    if not raw.strip():
+        raise InvalidBody([("", "the body is empty; send a JSON object")])
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidBody([("", f"the body is not valid JSON: {error}")]) from None
+    if not isinstance(body, dict):
+        raise InvalidBody([("", f"the body must be a JSON object, not {kind_of(body)}")])
+    _refuse_twice_given_keys(raw)
+    return body
+
+
+def _refuse_twice_given_keys(raw: bytes) -> None:
+    # orjson keeps the last of equal keys. Its verdict on the syntax stands, so what the standard
+    # parser still refuses can only be the size of a number or the depth.
+    try:
+        json.loads(raw, object_pairs_hook=_unique, parse_float=_no_number, parse_int=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise InvalidBody([("", f"the body is not usable JSON: {error}")]) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > 1 and len({key for key, _ in pairs}) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {shown(key)} is given twice")
+            seen.add(key)
+
+
+def _no_number(text: str) -> None:
+    return None
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, for messages."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return f"the number {shown(value)}"
+        case str():
+            return f"the string {shown(value)}"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def shown(value: Any) -> str:
+    """A value cut to a length that a message can bear."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+class Fields:
+    """Reads the fields of one object and remembers which were read and what was wrong.
+
+    Args:
+        body: the decoded object.
+        path: where it stands in the whole body; empty for the whole body.
+        faults: where to put faults; an object inside another shares its parent's.
+    """
+
+    def __init__(
+        self, body: dict[str, Any], path: str = "", faults: list[tuple[str, str]] | None = None
+    ) -> None:
+        self.body = body
+        self.faults: list[tuple[str, str]] = [] if faults is None else faults
+        self._path = path
+        self._read: set[str] = set()
+
+    def fault(self, name: str, text: str) -> None:
+        """Note that the field ``name`` is wrong."""
+        self.faults.append((self.path(name), text))
+
+    def path(self, name: str) -> str:
+        """The field's path from the top of the body."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def raise_faults(self) -> None:
+        """Raise InvalidBody if anything was wrong so far."""
+        if self.faults:
+            self._raise(self.faults)
+
+    def _raise(self, faults: list[tuple[str, str]]) -> NoReturn:
+        more = len(faults) - MAX_FAULTS
+        if more > 0:
+            faults = [*faults[:MAX_FAULTS], ("", f"and {more} more faults")]
+        raise InvalidBody(faults)
+
+    def value(self, name: str) -> Any:
+        """The field as it is, or None."""
+        self._read.add(name)
+        return self.body.get(name)
+
+    def unread(self) -> list[str]:
+        """Names of fields nobody asked for."""
+        return [name for name in self.body if name not in self._read]
+
+    def integer(
+        self, name: str, default: Any = None, *, low: int | None = None, high: int | None = None
+    ) -> Any:
+        """An integer in ``[low, high]``, or ``default`` if absent or faulty."""
+        value = self.value(name)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            self.fault(name, f"must be an integer, not {kind_of(value)}")
+            return default
+        return self._bounded(name, value, default, low, high)
+
+    def number(
+        self, name: str, default: float, *, low: float | None = None, high: float | None = None
+    ) -> float:
+        """A finite number in ``[low, high]``, or ``default`` if absent or faulty."""
+        value = self.value(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self.fault(name, f"must be a number, not {kind_of(value)}")
+            return default
+        if not math.isfinite(value):
+            self.fault(name, "must be a finite number")
+            return default
+        bounded = self._bounded(name, value, default, low, high)
+        return float(bounded)
+
+    def _bounded(self, name: str, value: Any, default: Any, low: Any, high: Any) -> Any:
+        if (low is None or value >= low) and (high is None or value <= high):
+            return value
+        if high is None:
+            wanted = f"be at least {low}"
+        elif low is None:
+            wanted = f"be at most {high}"
+        else:
+            wanted = f"lie between {low} and {high}"
+        self.fault(name, f"must {wanted}, not {shown(value)}")
+        return default
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """true or false, or ``default`` if absent or faulty."""
+        value = self.value(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.fault(name, f"must be true or false, not {kind_of(value)}")
+            return default
+        return value
+
+    def string(self, name: str, default: str = "", *, max_chars: int | None = None) -> str:
+        """A string, or ``default`` if absent or faulty."""
+        value = self.value(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            self.fault(name, f"must be a string, not {kind_of(value)}")
+            return default
+        if max_chars is not None and len(value) > max_chars:
+            self.fault(name, f"must have at most {max_chars} characters, not {len(value)}")
+            return default
+        return value
+
+    def strings(self, name: str, *, max_items: int) -> tuple[str, ...]:
+        """A string or an array of strings, none of them empty."""
+        value = self.value(name)
+        if value is None:
+            return ()
+        values = [value] if isinstance(value, str) else value
+        items = self._items(name, values, "a string or an array of strings", max_items)
+        for index, item in enumerate(items):
+            if not isinstance(item, str):
+                self.fault(f"{name}[{index}]", f"must be a string, not {kind_of(item)}")
+                return ()
+            if not item:
+                self.fault(f"{name}[{index}]" if values is value else name, "must not be empty")
+                return ()
+        return tuple(items)
+
+    def integers(self, name: str, *, max_items: int, low: int = 0) -> tuple[int, ...]:
+        """An array of integers that are at least ``low``."""
+        value = self.value(name)
+        if value is None:
+            return ()
+        items = self._items(name, value, "an array of integers", max_items)
+        for index, item in enumerate(items):
+            if not isinstance(item, int) or isinstance(item, bool):
+                self.fault(f"{name}[{index}]", f"must be an integer, not {kind_of(item)}")
+                return ()
+            if item < low:
+                self.fault(f"{name}[{index}]", f"must be at least {low}, not {shown(item)}")
+                return ()
+        return tuple(items)
+
+    def _items(self, name: str, value: Any, wanted: str, max_items: int) -> list[Any]:
+        if not isinstance(value, list):
+            self.fault(name, f"must be {wanted}, not {kind_of(value)}")
+            return []
+        if len(value) > max_items:
+            self.fault(name, f"must have at most {max_items} items, not {len(value)}")
+            return []
+        return value
+
+    def object(self, name: str) -> Fields | None:
+        """An object's fields, or None if absent or faulty."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.fault(name, f"must be an object, not {kind_of(value)}")
+            return None
+        return Fields(value, self.path(name), self.faults)
+
+    def neutral(self, name: str, is_neutral: Callable[[Any], bool]) -> None:
+        """A known field that is not supported: fine while it asks for nothing."""
+        value = self.value(name)
+        if value is not None and not is_neutral(value):
+            self.fault(name, f"{shown(value)} is not supported; leave the field out")

@@ -1,0 +1,160 @@
+"""Requests being answered: what a drain waits for and, at its deadline, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import trio
+
+from trioserve.engine.api import RequestStream, TextDelta
+from trioserve.errors import RequestCut, RequestError, RequestFailed
+
+T = TypeVar("T")
+
+
+class OpenRequest:
+    """One request being answered.
+
+    Read by its handler's task; ``wake`` and ``cut`` are called by others and never wait.
+    """
+
+    def __init__(self) -> None:
+        self._cut = False
+        self._woken = False
+        self._scope: trio.CancelScope | None = None
+
+    def wake(self) -> None:
+        """End the present wait of ``next_event``, or the next one if there is none."""
+        self._woken = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def cut(self) -> None:
+        """End the request: its handler gets RequestCut at the next wait."""
+        self._cut = True
+        self.wake()
+
+    def check(self) -> None:
+        """Raise RequestCut if the request was cut."""
+        if self._cut:
+            raise RequestCut("the server is shutting down; the request was cut at its deadline")
+
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await ``work()``; being cut cancels it.
+
+        Raises:
+            RequestCut: the request was cut.
+        """
+        self.check()
+        with trio.CancelScope() as self._scope:
+            return await work()
+        self.check()
+        raise AssertionError("woken while not waiting for events")
+
+    async def next_event(self, answers: Answers, timeout_s: float) -> tuple[int, TextDelta] | None:
+        """The next of ``answers``, or None after silence or a call of ``wake``.
+
+        Cancellation loses nothing.
+
+        Raises:
+            RequestCut: the request was cut.
+            RequestError: the answer failed.
+        """
+        self.check()
+        event = None
+        if not self._woken:
+            with trio.move_on_after(timeout_s) as self._scope:
+                event = await answers.next()
+            self._scope = None
+            self.check()
+        if event is None:
+            self._woken = False
+        return event
+
+
+class OpenRequests:
+    """All requests being answered."""
+
+    def __init__(self) -> None:
+        self._requests: set[OpenRequest] = set()
+        self._none = trio.Event()
+        self._none.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @contextmanager
+    def opened(self) -> Iterator[OpenRequest]:
+        """A request that is open until the ``with`` ends."""
+        request = OpenRequest()
+        if not self._requests:
+            self._none = trio.Event()
+        self._requests.add(request)
+        try:
+            yield request
+        finally:
+            self._requests.discard(request)
+            if not self._requests:
+                self._none.set()
+
+    async def wait_none(self) -> None:
+        """Wait until no request is open."""
+        while self._requests:
+            await self._none.wait()
+
+    def cut_all(self) -> int:
+        """Cut every open request; returns how many there were."""
+        for request in self._requests:
+            request.cut()
+        return len(self._requests)
+
+
+class Answers:
+    """The streams of one request read as one sequence of (choice, delta).
+
+    With several streams, one task per stream waits in the request's own nursery and holds at most
+    one delta; what comes meanwhile coalesces behind it.
+    """
+
+    def __init__(self, streams: list[RequestStream], nursery: trio.Nursery) -> None:
+        self.streams = streams
+        self._channel: trio.MemoryReceiveChannel[tuple[int, TextDelta | RequestError]] | None = None
+        if len(streams) > 1:
+            send, self._channel = trio.open_memory_channel[tuple[int, TextDelta | RequestError]](0)
+            for index, stream in enumerate(streams):
+                nursery.start_soon(_pump, index, stream, send)
+
+    async def next(self) -> tuple[int, TextDelta]:
+        """The next delta of any choice. Cancellation loses nothing."""
+        if self._channel is None:
+            delta = await self.streams[0].__anext__()
+            refuse_abort(delta)
+            return 0, delta
+        index, item = await self._channel.receive()
+        if isinstance(item, RequestError):
+            raise item
+        return index, item
+
+
+def refuse_abort(delta: TextDelta) -> None:
+    """Raise RequestFailed if the delta ends an answer that was aborted under its reader.
+
+    No finish reason of OpenAI's stands for that, and it must not look like a whole answer.
+    """
+    if delta.finish_reason == "abort":
+        raise RequestFailed("the request was aborted by the server", code="aborted")
+
+
+async def _pump(
+    index: int,
+    stream: RequestStream,
+    channel: trio.MemorySendChannel[tuple[int, TextDelta | RequestError]],
+) -> None:
+    try:
+        async for delta in stream:
+            refuse_abort(delta)
+            await channel.send((index, delta))
+    except RequestError as error:
+        await channel.send((index, error))

@@ -1,0 +1,105 @@
+"""Liveness, readiness, the course of the start-up, version, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from quart import Response
+
+import trioserve
+from trioserve.engine.api import EngineStatus, Phase, StageStatus
+from trioserve.http.asgi import App, AppContext
+from trioserve.http.errors import JSON
+from trioserve.http.metrics import CONTENT_TYPE
+
+
+def register(app: App) -> None:
+    """Add the routes."""
+    routes = ProbeRoutes(app.context)
+    app.add_url_rule("/health/live", view_func=routes.live)
+    app.add_url_rule("/health/ready", view_func=routes.ready)
+    app.add_url_rule("/health", endpoint="health", view_func=routes.ready)
+    app.add_url_rule("/startup", view_func=routes.startup)
+    app.add_url_rule("/version", view_func=routes.version)
+    app.add_url_rule("/metrics", view_func=routes.metrics)
+
+
+class ProbeRoutes:
+    """Handlers of one app."""
+
+    def __init__(self, context: AppContext) -> None:
+        self._context = context
+
+    async def live(self) -> Response:
+        """200 as long as the server serves."""
+        return _json({"status": "live"})
+
+    async def ready(self) -> Response:
+        """200 while requests are taken, else 503 with the stage and how far it is."""
+        status = self._context.engine.status
+        draining = self._context.stopping.is_set()
+        phase = Phase.DRAINING if draining else status.phase
+        if phase is Phase.READY:
+            return _json({"status": phase.value, "model": status.model_name})
+        stage = _current(status)
+        body = {
+            "status": phase.value,
+            "stage": stage.name if stage else None,
+            "fraction": stage.fraction if stage else None,
+            "cause": status.cause,
+        }
+        response = _json(body, 503)
+        response.headers["Retry-After"] = "1"
+        return response
+
+    async def startup(self) -> Response:
+        """All stages with their times, what the engine settled on, and the last failure."""
+        status = self._context.engine.status
+        info = status.info
+        return _json(
+            {
+                "phase": status.phase.value,
+                "model": status.model_name,
+                "incarnation": status.incarnation,
+                "uptime_s": round(status.uptime_s, 3),
+                "ready_after_s": status.ready_after_s,
+                "cause": status.cause,
+                "stages": [_stage(stage) for stage in status.stages],
+                "info": {name: getattr(info, name) for name in info.__struct_fields__}
+                if info is not None
+                else None,
+            }
+        )
+
+    async def version(self) -> Response:
+        """The version that serves."""
+        return _json({"version": trioserve.__version__})
+
+    async def metrics(self) -> Response:
+        """All series in Prometheus' text format."""
+        return Response(self._context.metrics.exposition(), content_type=CONTENT_TYPE)
+
+
+def _current(status: EngineStatus) -> StageStatus | None:
+    """The stage that runs or failed, or the last that is done."""
+    begun = [stage for stage in status.stages if stage.state != "pending"]
+    running = [stage for stage in begun if stage.state in ("running", "failed")]
+    return running[-1] if running else begun[-1] if begun else None
+
+
+def _stage(stage: StageStatus) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "state": stage.state,
+        "fraction": stage.fraction,
+        "detail": stage.detail,
+        "bytes": stage.num_bytes,
+        "seconds": stage.seconds,
+    }
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    response = Response(orjson.dumps(body), status=status, content_type=JSON)
+    response.headers["Cache-Control"] = "no-store"
+    return response

@@ -1,0 +1,170 @@
+"""Accepts connections and serves them, each on its own; drains when told to stop."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import attrs
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config as HypercornConfig
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ASGIFramework
+
+from trioserve.config.schema import Config, HttpConfig
+from trioserve.engine.api import EngineApi
+from trioserve.http.app import make_app
+from trioserve.http.connection import ClientStream, Connection, StreamLike
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 2.0  # for last words and idle connections once nothing is open any more
+ACCEPT_PAUSE_S = 0.1
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+
+class ListenerLike(Protocol):
+    """What is used of a listener; ``trioserve.http.listeners.Listener`` has it."""
+
+    async def accept(self) -> StreamLike: ...
+    def close(self) -> None: ...
+
+
+@attrs.frozen
+class DrainReport:
+    """How the drain went."""
+
+    num_cut: int  # requests ended by an error at the deadline
+
+
+async def serve_http(
+    engine: EngineApi,
+    listeners: Sequence[ListenerLike],
+    config: Config,
+    *,
+    stopping: trio.Event,
+    drain_deadline_s: float,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> DrainReport:
+    """Serve until ``stopping`` is set, then drain and return.
+
+    Draining: new generation requests get 503 and every answer closes its connection; probes are
+    answered on; requests being answered go on until they end or until ``drain_deadline_s`` after
+    ``stopping``, when each gets a final error. The listeners are closed when this returns. Installs
+    no signal handlers.
+
+    Cancellation resets all connections at once.
+    """
+    try:
+        server = _Server(engine, config, stopping)
+        return await server.serve(listeners, drain_deadline_s, task_status)
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+class _Server:
+    """The connections of one ``serve_http``; only its own tasks write here."""
+
+    def __init__(self, engine: EngineApi, config: Config, stopping: trio.Event) -> None:
+        self._app = make_app(engine, config, stopping)
+        self._open_requests = self._app.context.open_requests
+        self._metrics = self._app.context.metrics
+        self._http = config.http
+        self._stopping = stopping
+        self._wrapped = ASGIWrapper(cast(ASGIFramework, self._app))
+        self._hypercorn = _hypercorn_config(config.http)
+        self._context = WorkerContext(None)
+        self._slots = trio.Semaphore(config.http.max_connections)
+        self._streams: set[ClientStream] = set()
+        self._one_closed = trio.Event()
+
+    async def serve(
+        self,
+        listeners: Sequence[ListenerLike],
+        drain_deadline_s: float,
+        task_status: trio.TaskStatus[None],
+    ) -> DrainReport:
+        async with trio.open_nursery() as connections:
+            try:
+                async with trio.open_nursery() as acceptors:
+                    for listener in listeners:
+                        acceptors.start_soon(self._accept, listener, connections)
+                    task_status.started()
+                    await self._stopping.wait()
+                    await self._drain(drain_deadline_s)
+                    acceptors.cancel_scope.cancel()
+                for listener in listeners:
+                    listener.close()
+                num_cut = self._open_requests.cut_all()
+                if num_cut:
+                    log.warning("drain deadline: %d requests cut", num_cut)
+                await self._context.terminated.set()  # closes idle connections
+                with trio.move_on_after(FLUSH_S):
+                    await self._wait_no_connections()
+            finally:
+                # hypercorn shields its sends: cancelling alone would wait for slow clients.
+                for stream in self._streams:
+                    stream.abort()
+            connections.cancel_scope.cancel()
+        return DrainReport(num_cut)
+
+    async def _drain(self, deadline_s: float) -> None:
+        if num_open := len(self._open_requests):
+            log.info("draining: %d requests open, %g s at most", num_open, deadline_s)
+        with trio.move_on_after(deadline_s):
+            await self._open_requests.wait_none()
+
+    async def _wait_no_connections(self) -> None:
+        while self._streams:
+            self._one_closed = trio.Event()
+            await self._one_closed.wait()
+
+    async def _accept(self, listener: ListenerLike, connections: trio.Nursery) -> None:
+        while True:
+            await self._slots.acquire()
+            try:
+                stream = await listener.accept()
+            except BaseException as error:
+                self._slots.release()
+                if not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
+                    raise
+                log.error("cannot accept connections: %s; trying on", error.strerror)
+                await trio.sleep(ACCEPT_PAUSE_S)
+            else:
+                connections.start_soon(self._serve_connection, stream)
+
+    async def _serve_connection(self, stream: StreamLike) -> None:
+        """Serve one connection; whatever goes wrong in it ends it and nothing else."""
+        client = ClientStream(stream, self._http.send_timeout_s)
+        self._streams.add(client)
+        self._metrics.connections.inc()
+        try:
+            await Connection(
+                self._wrapped, self._hypercorn, self._context, client, http2=self._http.http2
+            ).run()
+        except* Exception as group:
+            self._metrics.connection_failures.inc()
+            log.error("a connection failed", exc_info=group)
+        finally:
+            if client.timed_out:
+                log.info("a client took nothing for %g s and was cut", self._http.send_timeout_s)
+            client.abort()  # closed already, unless something went wrong
+            self._streams.discard(client)
+            self._one_closed.set()
+            self._metrics.connections.dec()
+            self._slots.release()
+
+
+def _hypercorn_config(http: HttpConfig) -> HypercornConfig:
+    config = HypercornConfig()
+    config.accesslog = None
+    config.errorlog = logging.getLogger("trioserve.http.hypercorn")
+    config.include_server_header = False
+    config.keep_alive_timeout = http.keep_alive_timeout_s
+    config.keep_alive_max_requests = 10**9
+    config.read_timeout = None
+    return config
