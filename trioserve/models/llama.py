@@ -1,13 +1,15 @@
 """Llama, and what shares its architecture (SmolLM2, Mistral without sliding window, …).
 
-Read it from the top: what a checkpoint must hold, one layer, the model, its forward pass. The KV
-cache and masks are the attention backend's; there is no state here but weights.
+Read it from the top: one layer, the model, its forward pass; ``llama_tensors`` lists what a
+checkpoint must hold. The KV cache and masks are the attention backend's; there is no state here but
+weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from trioserve.models.layers import Embedding, RMSNorm, Rotary, interleave, rotate_, silu_mul
 from trioserve.models.linear import Layout, Linear, make_linear
+from trioserve.models.llama_tensors import expected_tensors
 from trioserve.models.spec import ModelSpec
-from trioserve.models.weights import Weights
+from trioserve.models.weights import Weights, make_pieces
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -36,33 +39,6 @@ class Attention(Protocol):
         of one tensor, dense in each token only, valid until the call returns. Gives float32
         ``[n, heads * head_dim]``.
         """
-
-
-def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor the model needs."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, hidden)}
-    for layer in range(spec.num_layers):
-        name = f"model.layers.{layer}"
-        shapes[f"{name}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{name}.post_attention_layernorm.weight"] = (hidden,)
-        for part, has_bias, rows, columns in (
-            ("self_attn.q_proj", spec.attention_bias, q_size, hidden),
-            ("self_attn.k_proj", spec.attention_bias, kv_size, hidden),
-            ("self_attn.v_proj", spec.attention_bias, kv_size, hidden),
-            ("self_attn.o_proj", spec.attention_bias, hidden, q_size),
-            ("mlp.gate_proj", spec.mlp_bias, inner, hidden),
-            ("mlp.up_proj", spec.mlp_bias, inner, hidden),
-            ("mlp.down_proj", spec.mlp_bias, hidden, inner),
-        ):
-            shapes[f"{name}.{part}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{name}.{part}.bias"] = (rows,)
-    shapes[FINAL_NORM] = (hidden,)
-    if not spec.tie_embeddings:
-        shapes[HEAD] = (spec.vocab_size, hidden)
-    return shapes
 
 
 def optional_tensor(spec: ModelSpec, name: str) -> bool:
@@ -111,14 +87,25 @@ def _projection(weights: Weights, layout: Layout, has_bias: bool, *names: str) -
     return make_linear(weight, bias, layout, " + ".join(names))
 
 
+def _ends(spec: ModelSpec, weights: Weights, layout: Layout) -> tuple[Embedding, Linear, int]:
+    """Embedding and head, and the bytes of both; a tied float32 table serves as both."""
+    rows = weights.take(EMBEDDING)
+    embedding = Embedding(rows, layout)
+    head_rows = rows if spec.tie_embeddings else weights.take(HEAD)
+    head = make_linear(head_rows, None, layout, "lm_head")
+    shared = head_rows is embedding.rows and head.layout == "fp32"
+    return embedding, head, embedding.num_bytes + (0 if shared else head.num_bytes)
+
+
 class Llama:
     """The model: its weights, and the forward pass over a flat batch of tokens.
 
     Args:
         spec: the model's shape.
-        tensors: by Hugging Face names; each is looked up once, in the order of use, so that a
-            mapping that reads files holds one tensor at a time.
+        tensors: by Hugging Face names; each is looked up once and let go, from several threads,
+            so that with a mapping that reads files the memory stays near its final size.
         layout: of the projections, see ``trioserve.models.linear``.
+        piece_made: called from this thread after each layer.
 
     Raises:
         ModelError: tensors are missing or have another shape; it names them.
@@ -128,27 +115,28 @@ class Llama:
         weight_bytes: memory that the weights take as they are now.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        layout: Layout,
+        piece_made: Callable[[], None] = lambda: None,
+    ) -> None:
         expected = expected_tensors(spec)
         weights = Weights(tensors, expected, lambda name: optional_tensor(spec, name))
         self.spec = spec
         self.layout = layout
         self.num_parameters = sum(math.prod(shape) for shape in expected.values())
         self.rotary = Rotary(spec, weights.take_optional(ROPE_FACTORS))
-        rows = weights.take(EMBEDDING)
-        self.embedding = Embedding(rows, layout)
-        head_rows = rows if spec.tie_embeddings else weights.take(HEAD)
-        self.head = make_linear(head_rows, None, layout, "lm_head")
-        shared = head_rows is self.embedding.rows and self.head.layout == "fp32"
-        del rows, head_rows
-        self.layers = [Layer(spec, weights, index, layout) for index in range(spec.num_layers)]
         self.norm = RMSNorm(weights.take(FINAL_NORM), spec.rms_norm_eps)
-        self.weight_bytes = (
-            self.embedding.num_bytes
-            + (0 if shared else self.head.num_bytes)
-            + self.norm.num_bytes
-            + sum(layer.num_bytes for layer in self.layers)
-        )
+        makers: list[Callable[[], Any]] = [partial(_ends, spec, weights, layout)]
+        makers += [partial(Layer, spec, weights, i, layout) for i in range(spec.num_layers)]
+        pieces = []
+        for piece in make_pieces(makers):
+            pieces.append(piece)
+            piece_made()
+        (self.embedding, self.head, ends_bytes), *self.layers = pieces
+        self.weight_bytes = ends_bytes + sum(part.num_bytes for part in (self.norm, *self.layers))
 
     @torch.inference_mode()
     def forward(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from trioserve.errors import ModelError
 from trioserve.models.gguf_dequant import BLOCK_BYTES, dequantize
-from trioserve.models.spec import ModelSpec, ResolvedModel, TensorInfo
+from trioserve.models.gguf_names import hf_name
+from trioserve.models.spec import ResolvedModel, TensorInfo
 
-Progress = Callable[[float, int], None]  # fraction of the bytes, bytes read so far
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 RANDOM_STD = 0.02
 
@@ -28,86 +29,101 @@ RANDOM_STD = 0.02
 def open_weights(
     model: ResolvedModel,
     expected: Mapping[str, tuple[int, ...]],
-    progress: Progress | None = None,
-) -> Iterator[Mapping[str, Tensor]]:
+) -> Iterator[ModelTensors]:
     """Open a model's weights as a mapping from Hugging Face name to a new float32 tensor.
 
-    Every lookup reads the tensor anew and keeps nothing of it. The files are closed on leaving.
+    Every lookup reads the tensor anew and keeps nothing of it; several threads may look up at
+    once. The files are closed on leaving.
 
     Args:
         model: format "safetensors", "gguf" or "random".
         expected: name to shape of what will be read; a random model is made of these.
-        progress: called after each tensor with the fraction and number of bytes read.
 
     Raises:
         ModelError: a file cannot be opened; on lookup, a tensor cannot be read.
     """
-    report = progress or (lambda fraction, num_bytes: None)
     if model.format == "random":
-        yield RandomWeights(expected, model.seed, report)
+        yield RandomTensors(expected, model.seed)
         return
     with ExitStack() as files:
         descriptors: dict[str, int] = {}
         for path in {tensor.path for tensor in model.tensors}:
             descriptors[path] = _open(path)
             files.callback(os.close, descriptors[path])
-        yield FileWeights(model, descriptors, expected, report)
+        yield FileTensors(model, descriptors, expected)
 
 
-class FileWeights(Mapping[str, Tensor]):
+class ModelTensors(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is looked up; counts the bytes of those made.
+
+    Attributes:
+        total_bytes: of the tensors that the model will look up.
+    """
+
+    total_bytes: int
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+
+    @property
+    def progress(self) -> tuple[float, int]:
+        """Fraction of ``total_bytes``, and bytes, looked up so far."""
+        return min(1.0, self._done_bytes / self.total_bytes), self._done_bytes
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += num_bytes
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class FileTensors(ModelTensors):
     """The tensors of a safetensors or GGUF checkpoint. Made by ``open_weights``."""
 
     def __init__(
-        self,
-        model: ResolvedModel,
-        descriptors: Mapping[str, int],
-        expected: Container[str],
-        report: Progress,
+        self, model: ResolvedModel, descriptors: Mapping[str, int], expected: Container[str]
     ) -> None:
         self._infos = {
-            _hf_name(info.name) if model.format == "gguf" else info.name: info
+            (hf_name(info.name) or info.name) if model.format == "gguf" else info.name: info
             for info in model.tensors
         }
-        self._gguf = model.format == "gguf"
-        self._spec = model.spec
-        self._descriptors = descriptors
-        self._report = report
-        self._total_bytes = sum(
+        super().__init__(self._infos)
+        self.total_bytes = sum(
             info.num_bytes for name, info in self._infos.items() if name in expected
         )
-        self._read_bytes = 0
+        self._permuted = model.format == "gguf" and model.spec.architecture == "llama"
+        self._head_dim = model.spec.head_dim
+        self._descriptors = descriptors
 
     def __getitem__(self, name: str) -> Tensor:
         info = self._infos[name]
         tensor = to_float32(_read(self._descriptors[info.path], info), info)
-        if self._gguf:
-            tensor = undo_permutation(tensor, name, self._spec)
-        self._read_bytes += info.num_bytes
-        self._report(min(1.0, self._read_bytes / self._total_bytes), self._read_bytes)
+        if self._permuted and (".q_proj." in name or ".k_proj." in name):
+            tensor = undo_permutation(tensor, self._head_dim)
+        self._count(info.num_bytes)
         return tensor
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._infos
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
-
-    def __len__(self) -> int:
-        return len(self._infos)
-
-
-class RandomWeights(Mapping[str, Tensor]):
+class RandomTensors(ModelTensors):
     """Tensors drawn from a seed: norms are ones, biases zeros, the rest normal with deviation 0.02.
 
     A tensor depends on the seed and its own name only, not on what was drawn before it.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, report: Progress) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        super().__init__(shapes)
+        self.total_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
         self._shapes = shapes
         self._seed = seed
-        self._report = report
-        self._total_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
-        self._made_bytes = 0
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
@@ -118,18 +134,8 @@ class RandomWeights(Mapping[str, Tensor]):
         else:
             source = torch.Generator().manual_seed(self._seed ^ zlib.crc32(name.encode()))
             tensor = torch.empty(shape).normal_(0.0, RANDOM_STD, generator=source)
-        self._made_bytes += tensor.nbytes
-        self._report(min(1.0, self._made_bytes / self._total_bytes), self._made_bytes)
+        self._count(tensor.nbytes)
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
 
 
 def to_float32(raw: Tensor, info: TensorInfo) -> Tensor:
@@ -154,15 +160,13 @@ def to_float32(raw: Tensor, info: TensorInfo) -> Tensor:
     )
 
 
-def undo_permutation(tensor: Tensor, name: str, spec: ModelSpec) -> Tensor:
-    """Bring a GGUF tensor's rows into the order of Hugging Face checkpoints.
+def undo_permutation(tensor: Tensor, head_dim: int) -> Tensor:
+    """Bring the rows of a GGUF tensor, weight or bias, into the order of Hugging Face checkpoints.
 
     llama.cpp's converter puts the pairs that rotary turns side by side in the q and k projections
     of the llama architecture, 2i and 2i + 1; the original pairs i with i + head_dim / 2.
     """
-    if spec.architecture != "llama" or (".q_proj." not in name and ".k_proj." not in name):
-        return tensor
-    pairs = tensor.unflatten(0, (-1, spec.head_dim // 2, 2))
+    pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
@@ -189,31 +193,3 @@ def _read(descriptor: int, info: TensorInfo) -> Tensor:
             )
         done += count
     return raw
-
-
-def _hf_name(name: str) -> str:
-    """blk.0.attn_q.weight → model.layers.0.self_attn.q_proj.weight; unknown names stay."""
-    outer = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-    inner = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    if name in outer:
-        return outer[name]
-    block, _, rest = name.partition(".")
-    layer, _, rest = rest.partition(".")
-    part, _, kind = rest.rpartition(".")
-    if block != "blk" or part not in inner:
-        return name
-    return f"model.layers.{layer}.{inner[part]}.{kind}"

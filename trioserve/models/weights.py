@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from trioserve.errors import ModelError
 log = logging.getLogger(__name__)
 
 NAMES_SHOWN = 8
+Piece = TypeVar("Piece")
 
 
 class Weights:
@@ -69,6 +72,26 @@ class Weights:
     def take_optional(self, name: str) -> Tensor | None:
         """A tensor that few checkpoints have, in whatever shape, or None."""
         return self._tensors[name].float() if name in self._tensors else None
+
+
+def make_pieces(makers: Sequence[Callable[[], Piece]]) -> Iterator[Piece]:
+    """Make the pieces of a model, as many at a time as torch has threads; gives them in order.
+
+    Packing a matrix is most of the work of loading and runs on one thread inside torch. The
+    threads made here end with the iterator. While they run torch computes on one thread each: a
+    team of threads in each of them would only stand in the others' way.
+
+    The first maker that fails ends it: those not begun are dropped, its error is raised.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
+    try:
+        for future in [pool.submit(maker) for maker in makers]:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(num_threads)
 
 
 def _listed(names: Sequence[str]) -> str:
