@@ -76,11 +76,16 @@ def _served_names(values: Values, _: Origins) -> Iterator[tuple[str, str]]:
         yield "model.served_names", f"holds '{name}' twice"
 
 
-def _listener(values: Values, origins: Origins) -> Iterator[tuple[str, str]]:
-    """One listener, and nothing said about another that would be ignored.
+def _said_in_vain(key: str, decider: str, origins: Origins) -> bool:
+    """Whether a flag or a variable gave ``key``, which ``decider`` makes useless.
 
-    A stronger layer may ask for another listener than a weaker one described.
+    A stronger layer may decide otherwise than a weaker one expected. A file may describe what
+    another layer switches off, and a printed configuration does.
     """
+    return origins[key].layer in ("env", "flag") and not origins[key] < origins[decider]
+
+
+def _listener(values: Values, origins: Origins) -> Iterator[tuple[str, str]]:
     uds, fd = values["http.uds"], values["http.fd"]
     if uds is not None and fd is not None:
         yield "http.fd", f"cannot go with http.uds ({origins['http.uds']}); leave one out"
@@ -89,7 +94,7 @@ def _listener(values: Values, origins: Origins) -> Iterator[tuple[str, str]]:
     if used is None:
         return
     for key in ("http.host", "http.port"):
-        if origins[key].layer != "default" and not origins[key] < origins[used]:
+        if _said_in_vain(key, used, origins):
             yield key, f"has no effect with {used} ({origins[used]}); leave one out"
 
 
@@ -104,7 +109,7 @@ def _simulated(values: Values, origins: Origins) -> Iterator[tuple[str, str]]:
     if kind == "simulated":
         return
     for key in ("device.simulated_step_s", "device.simulated_load_s"):
-        if origins[key].layer != "default" and not origins[key] < origins["device.kind"]:
+        if _said_in_vain(key, "device.kind", origins):
             yield key, f'has no effect with device.kind = "{kind}"; it takes "simulated"'
 
 

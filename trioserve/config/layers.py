@@ -185,15 +185,15 @@ def _parse(path: Path, text: str) -> dict[str, object]:
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
     except tomllib.TOMLDecodeError as error:
-        place = TOML_PLACE.fullmatch(str(error))
-        if place is None:
-            last = max(1, len(text.splitlines()))
+        if place := TOML_PLACE.fullmatch(str(error)):
+            what, line, column = place["what"], int(place["line"]), int(place["column"])
+        else:
             what = str(error).removesuffix(" (at end of document)")
-            raise ConfigError(f"{path}:{last}: not valid TOML: {what}, at its end") from None
-        what, line = place["what"], int(place["line"])
+            last = text.rstrip("\n").rpartition("\n")[2]
+            line, column = text.rstrip("\n").count("\n") + 1, len(last) + 1
         if repeated := _repeated(text, line, what):
             raise ConfigError(f"{path}:{repeated}") from None
-        raise ConfigError(f"{path}:{line}:{place['column']}: not valid TOML: {what}") from None
+        raise ConfigError(f"{path}:{line}:{column}: not valid TOML: {what}") from None
 
 
 def _repeated(text: str, line: int, what: str) -> str | None:
