@@ -59,16 +59,10 @@ class Rotary:
     projections once, at load time, so that a pair is two neighbours in memory: one complex number,
     rotated by one multiplication in place. q and k are reordered alike, so their products, all that
     attention takes from them, are unchanged; a cached key is in this order too.
-
-    Args:
-        freq_factors: ``[head_dim / 2]`` divisors of the frequencies, which some GGUF files carry
-            in place of the scaling's parameters.
     """
 
-    def __init__(self, spec: ModelSpec, freq_factors: Tensor | None = None) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self._frequencies = frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
-        if freq_factors is not None:
-            self._frequencies = self._frequencies / freq_factors
 
     def rotations(self, positions: Tensor) -> Tensor:
         """For int64 ``[n]`` the unit complex numbers ``[n, 1, head_dim / 2]``; once per step."""

@@ -24,7 +24,6 @@ from trioserve.models.weights import Weights, make_pieces
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files of Llama 3.1 and later
 
 
 class Attention(Protocol):
@@ -42,9 +41,10 @@ class Attention(Protocol):
 
 
 def optional_tensor(spec: ModelSpec, name: str) -> bool:
-    """Whether a checkpoint may hold ``name`` beside the expected tensors."""
+    """Whether a checkpoint may hold ``name`` beside the expected tensors: tables made of what the
+    spec holds already, and a tied head that is stored all the same."""
     return (
-        name == ROPE_FACTORS
+        name == "rope_freqs.weight"
         or name.endswith("rotary_emb.inv_freq")
         or (name == HEAD and spec.tie_embeddings)
     )
@@ -127,7 +127,7 @@ class Llama:
         self.spec = spec
         self.layout = layout
         self.num_parameters = sum(math.prod(shape) for shape in expected.values())
-        self.rotary = Rotary(spec, weights.take_optional(ROPE_FACTORS))
+        self.rotary = Rotary(spec)
         self.norm = RMSNorm(weights.take(FINAL_NORM), spec.rms_norm_eps)
         makers: list[Callable[[], Any]] = [partial(_ends, spec, weights, layout)]
         makers += [partial(Layer, spec, weights, i, layout) for i in range(spec.num_layers)]

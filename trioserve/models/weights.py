@@ -48,10 +48,6 @@ class Weights:
         self._tensors = tensors
         self._expected = expected
 
-    def has(self, name: str) -> bool:
-        """Whether the architecture expects ``name``: for parts that a model may lack."""
-        return name in self._expected
-
     def take(self, name: str) -> Tensor:
         """The tensor as float32, shape checked. Raises ModelError where the shape is wrong."""
         tensor = self._tensors[name]
@@ -68,10 +64,6 @@ class Weights:
         if len(names) == 1:
             return self.take(names[0])
         return torch.cat([self.take(name) for name in names])
-
-    def take_optional(self, name: str) -> Tensor | None:
-        """A tensor that few checkpoints have, in whatever shape, or None."""
-        return self._tensors[name].float() if name in self._tensors else None
 
 
 def make_pieces(makers: Sequence[Callable[[], Piece]]) -> Iterator[Piece]:
