@@ -195,9 +195,11 @@ async def test_st_08_stacks_come_also_while_the_gil_is_held(child_env: Env, faul
         assert isinstance(await anext(worker.events), Stage)
         if fault == "GIL held":
             assert worker.status.read().operation == "a native call"
-        worker.dump_stacks()
-        with trio.fail_after(10):
-            await found.wait()
+        with trio.fail_after(20):
+            while not found.is_set():  # the first may come before it is there
+                worker.dump_stacks()
+                with trio.move_on_after(0.1):
+                    await found.wait()
     assert worker.returncode == -signal.SIGKILL
 
 
@@ -251,7 +253,7 @@ async def test_sd_01_a_grandchild_goes_with_the_group(child_env: Env, leave_by: 
             event = await anext(worker.events)
             assert isinstance(event, Stage)
             grandchild = int(event.detail)
-            assert process_state(grandchild) == "S"
+            assert process_state(grandchild) in ("R", "S", "D")
             if leave_by == "exit of the leader":
                 await worker.send(Exit())
                 assert await worker.wait() == 0
@@ -388,4 +390,4 @@ async def test_sd_01_an_adopted_worker_is_put_down_without_its_group(
         if not fault:
             await round_trip(worker)
     assert worker.last_stderr() == []
-    assert worker.returncode == other.wait() == (-9 if fault else 0)  # noqa: ASYNC222
+    assert worker.returncode == other.wait() == (-9 if fault else 0)
