@@ -30,9 +30,12 @@ class Served:
     reports: list[DrainReport]
     scope: trio.CancelScope
     done: trio.Event
+    clients: list[Client] = attrs.field(factory=list)
 
     async def connect(self) -> Client:
-        return Client(await trio.open_tcp_stream("127.0.0.1", self.port))
+        """A new connection, closed when the test ends."""
+        self.clients.append(Client(await trio.open_tcp_stream("127.0.0.1", self.port)))
+        return self.clients[-1]
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """One request on its own connection, answered in whole."""
@@ -53,9 +56,7 @@ async def serving(
     port = listeners[0].socket.getsockname()[1]
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
-            served = Served(
-                engine, port, trio.Event(), [], nursery.cancel_scope, trio.Event()
-            )
+            served = Served(engine, port, trio.Event(), [], nursery.cancel_scope, trio.Event())
 
             async def run(task_status: trio.TaskStatus[None]) -> None:
                 report = await serve_http(
@@ -70,7 +71,11 @@ async def serving(
                 served.done.set()
 
             await nursery.start(run)
-            yield served
+            try:
+                yield served
+            finally:
+                for client in served.clients:
+                    client.stream.socket.close()
             nursery.cancel_scope.cancel()
 
 
@@ -106,8 +111,9 @@ def parse_events(body: bytes) -> list[Any]:
 class Client:
     """One connection."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    def __init__(self, stream: trio.SocketStream, patience_s: float = PATIENCE_S) -> None:
         self.stream = stream
+        self._patience_s = patience_s
         self._buffer = bytearray()
 
     async def send(self, method: str, path: str, body: Any = None, **headers: str) -> None:
@@ -152,16 +158,14 @@ class Client:
     async def rest(self) -> bytes:
         """All that comes until the server ends its sending."""
         data, self._buffer = bytes(self._buffer), bytearray()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(self._patience_s):
             async for piece in self.stream:
                 data += piece
         return data
 
     def reset(self) -> None:
         """Leave at once."""
-        self.stream.socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
-        )
+        self.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         self.stream.socket.close()
 
     async def _until(self, mark: bytes) -> bytes:
@@ -179,7 +183,7 @@ class Client:
         return found
 
     async def _more(self) -> None:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(self._patience_s):
             data = await self.stream.receive_some()
         if not data:
             raise EOFError(f"connection ended; had {bytes(self._buffer)!r}")

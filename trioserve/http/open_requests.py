@@ -9,7 +9,7 @@ from typing import TypeVar
 import trio
 
 from trioserve.engine.api import RequestStream, TextDelta
-from trioserve.errors import RequestCut, RequestError, RequestFailed
+from trioserve.errors import RequestCut, RequestFailed
 
 T = TypeVar("T")
 
@@ -120,9 +120,9 @@ class Answers:
 
     def __init__(self, streams: list[RequestStream], nursery: trio.Nursery) -> None:
         self.streams = streams
-        self._channel: trio.MemoryReceiveChannel[tuple[int, TextDelta | RequestError]] | None = None
+        self._channel: trio.MemoryReceiveChannel[tuple[int, TextDelta | Exception]] | None = None
         if len(streams) > 1:
-            send, self._channel = trio.open_memory_channel[tuple[int, TextDelta | RequestError]](0)
+            send, self._channel = trio.open_memory_channel[tuple[int, TextDelta | Exception]](0)
             for index, stream in enumerate(streams):
                 nursery.start_soon(_pump, index, stream, send)
 
@@ -133,7 +133,7 @@ class Answers:
             refuse_abort(delta)
             return 0, delta
         index, item = await self._channel.receive()
-        if isinstance(item, RequestError):
+        if isinstance(item, Exception):
             raise item
         return index, item
 
@@ -150,11 +150,11 @@ def refuse_abort(delta: TextDelta) -> None:
 async def _pump(
     index: int,
     stream: RequestStream,
-    channel: trio.MemorySendChannel[tuple[int, TextDelta | RequestError]],
+    channel: trio.MemorySendChannel[tuple[int, TextDelta | Exception]],
 ) -> None:
     try:
         async for delta in stream:
             refuse_abort(delta)
             await channel.send((index, delta))
-    except RequestError as error:
+    except Exception as error:  # raised again where it can become an answer
         await channel.send((index, error))
