@@ -173,7 +173,7 @@ async def test_a_python_that_is_not_there(child_env: Env, monkeypatch: pytest.Mo
     assert "/nonexistent/python" in await failure(child_env(""))
 
 
-@pytest.mark.parametrize("num_calls", range(1, 7))
+@pytest.mark.parametrize("num_calls", range(1, 8))
 async def test_no_descriptor_left_when_spawning_fails_half_way(
     child_env: Env, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:
@@ -192,8 +192,9 @@ async def test_no_descriptor_left_when_spawning_fails_half_way(
 
     for name in ("pipe", "memfd_create", "pidfd_open"):
         monkeypatch.setattr(os, name, limited(getattr(os, name)))
-    # Popen makes a pipe of its own, the sixth.
+    # Four pipes, the page, a pipe that Popen makes, the pidfd.
     assert "Too many open files" in await failure(child_env("silent"))
+    assert calls == num_calls
 
 
 async def test_the_worker_is_started_by_the_thread_that_runs_trio(

@@ -173,13 +173,17 @@ def test_sd_07_ctrl_c_to_the_foreground_group_does_not_reach_the_worker(
     assert parent.all_gone_within(0)
 
 
-def test_sd_07_ctrl_c_ends_parent_and_worker_and_only_the_parent_has_a_traceback(
-    start: Callable[..., Parent],
+@pytest.mark.parametrize(("fault", "presses"), [("", 1), ("", 2), ("GIL held", 1), ("GIL held", 3)])
+def test_sd_07_ctrl_c_without_a_handler_ends_parent_and_worker(
+    start: Callable[..., Parent], fault: str, presses: int
 ) -> None:
-    parent = start("")
+    parent = start(fault)
     parent.watch(int(parent.says()))
     os.killpg(parent.process.pid, signal.SIGINT)
     parent.hears("")  # wakes the thread that reads its stdin
+    for _ in range(presses - 1):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.process.pid, signal.SIGINT)
     assert parent.process.wait(10) != 0
     assert parent.all_gone_within(0)
 

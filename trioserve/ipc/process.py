@@ -229,14 +229,17 @@ class Worker:
                 await trio.sleep(0.01)
         await self._commands.aclose()
         await self.events.aclose()
-        self._watch_scope.cancel()
-        self._pump_scope.cancel()
+        self._stderr.read_rest()
         if not self.exited:
             raise WorkerStalled(
                 f"the worker (pid {self.pid}) is still there {GONE_S:g} s after SIGKILL, in state "
                 f"{process_state(self.pid) or 'unknown'}: the kernel holds it, in a driver most "
                 f"likely, and with it its memory"
             )
+
+    def _stop_tasks(self) -> None:
+        self._watch_scope.cancel()
+        self._pump_scope.cancel()
 
     def _close(self) -> None:
         self._process.close()
@@ -296,8 +299,11 @@ async def attach(
                 yield worker
                 await worker._ask_to_leave(grace_s)
             finally:
-                with trio.CancelScope(shield=True):
-                    await worker._put_down()
+                try:
+                    with trio.CancelScope(shield=True):
+                        await worker._put_down()
+                finally:
+                    worker._stop_tasks()  # also where a Ctrl-C came through the shield
     except BaseExceptionGroup as group:
         # The nursery is ours and no business of the caller: one error stays that one error.
         if len(group.exceptions) == 1:

@@ -20,6 +20,8 @@ from trioserve.errors import WorkerHandshakeError
 from trioserve.ipc.child import FDS_FLAG
 from trioserve.ipc.status_page import StatusReader, create_page, group_members
 
+_CLOSE_S = 0.5
+
 
 class ProcessHandle(Protocol):
     """What supervision needs of a process. ``Process`` is the real one."""
@@ -91,8 +93,12 @@ class Process:
 
     def close(self) -> None:
         """See ``ProcessHandle.close``."""
-        if self._popen is not None and self._popen.poll() is None:
-            self._popen.returncode = 0  # given up on: it must not speak up when collected
+        if self._popen is not None:
+            try:
+                # Ended, unless a Ctrl-C cut the wait short or the kernel does not let go of it.
+                self._popen.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self._popen.returncode = 0  # given up on: no warning when it is collected
         os.close(self._pidfd)
 
 
@@ -108,6 +114,7 @@ class Endpoints:
     close_lifeline: Callable[[], None]  # once; the kernel then kills the worker's group
 
 
+@trio.lowlevel.enable_ki_protection
 def spawn(module: str, *, env: Mapping[str, str] | None = None) -> Endpoints:
     """Start ``python -P -m module`` in a session of its own, with three pipes and a status page.
 

@@ -53,9 +53,10 @@ class StderrPump:
     def __init__(
         self, stream: trio.lowlevel.FdStream | None, on_line: Callable[[str], object]
     ) -> None:
-        """``on_line`` gets each line, without its end, in order. None: there is no stderr."""
+        """``on_line`` gets each line, without its end, in order; where it raises, the error goes
+        on through ``run`` or ``read_rest`` and no more lines come. Stream None: no stderr."""
         self._stream = stream
-        self._on_line = on_line
+        self._on_line: Callable[[str], object] | None = on_line
         self._splitter = LineSplitter()
         self.last: deque[str] = deque(maxlen=KEPT_LINES)
 
@@ -92,4 +93,9 @@ class StderrPump:
     def _take(self, lines: list[str]) -> None:
         for line in lines:
             self.last.append(line)
-            self._on_line(line)
+            if self._on_line is not None:
+                try:
+                    self._on_line(line)
+                except BaseException:
+                    self._on_line = None
+                    raise
