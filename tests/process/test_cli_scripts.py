@@ -74,6 +74,7 @@ class Checkout:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def call(self, *args: str, cwd: Path | None = None, **env: str) -> tuple[int, str, str]:
@@ -180,7 +181,7 @@ def test_an_interrupted_install_leaves_no_lock_and_no_stamp(checkout: Checkout) 
     os.mkfifo(hold)
     process = checkout.start("run")
     with hold.open("w"):
-        process.send_signal(signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
         hold.unlink()
     checkout.done()
