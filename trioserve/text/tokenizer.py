@@ -14,7 +14,7 @@ from trioserve.text.token_bytes import (
     BYTE_ALPHABET,
     ByteRules,
     UnsupportedDecoder,
-    covers_all_bytes,
+    bytes_without_token,
     keeps_all_text,
     read_decoder,
     shrink_factor,
@@ -48,8 +48,8 @@ class Tokenizer:
         decoder_fault: the reason in that case; such a tokenizer serves embeddings, not generation.
         vocab_size: number of tokens, added ones included. A model may have more rows than this;
             ids without a token stand for no text.
-        max_token_bytes: N bytes of text make at least N / max_token_bytes tokens. Infinite where
-            no such bound is known, see ``min_num_tokens``.
+        max_token_bytes: a token stands for at most so many bytes of a text as it was sent.
+            Infinite where no such bound is known, see ``min_num_tokens``.
     """
 
     def __init__(self, path: str) -> None:
@@ -86,6 +86,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._shown: dict[int, tuple[str, bytes]] = {}
         self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+        self._vanishing = b""
         self.max_token_bytes = self._bytes_per_token(parts, added)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -104,11 +105,15 @@ class Tokenizer:
     def min_num_tokens(self, text: str) -> int:
         """A cheap lower bound of ``len(encode(text))``: refuse hopeless texts by it.
 
+        Bytes that the vocabulary lacks are not counted, since byte-level tokenizers drop them.
         0 where nothing is known: normalizers that delete or strip, pre-tokenizers that throw
         white space away, tokens that swallow the white space around them, and unknown characters
         merged into one token all make long texts into few tokens.
         """
-        return math.ceil(len(text.encode(errors="surrogatepass")) / self.max_token_bytes)
+        data = text.encode(errors="surrogatepass")
+        if self._vanishing:
+            data = data.translate(None, self._vanishing)
+        return math.ceil(len(data) / self.max_token_bytes)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for inside a text; empty for ids without a token.
@@ -175,9 +180,13 @@ class Tokenizer:
         byte_level = parts.model.type == "BPE" and (
             _mentions(parts.pre_tokenizer, "ByteLevel") or _mentions(parts.normalizer, "ByteLevel")
         )
-        byte_fallback = parts.model.type in ("BPE", "Unigram") and bool(parts.model.byte_fallback)
-        if not covers_all_bytes(vocab, byte_level=byte_level, byte_fallback=byte_fallback):
+        byte_fallback = parts.model.type in ("BPE", "Unigram") and parts.model.byte_fallback
+        if not (byte_level or byte_fallback):
             return math.inf
+        missing = bytes_without_token(vocab, byte_level=byte_level)
+        if missing and (parts.normalizer is not None or not byte_level):
+            return math.inf  # a whole character vanishes, or other bytes than those of the text
+        self._vanishing = missing
         return factor * max(_num_bytes(content, byte_level) for content in vocab)
 
 

@@ -157,6 +157,28 @@ def test_step_gives_the_bytes_that_become_text(any_tokenizer: Tokenizer, hard_te
     assert b"".join(data for data, _ in steps).decode() == "".join(text for _, text in steps)
 
 
+def test_bytes_held_back_are_counted(byte_level: Tokenizer) -> None:
+    detokenizer = Detokenizer(byte_level)
+    held = []
+    for token_id in byte_level.encode("日a"):
+        detokenizer.push([token_id])
+        held.append(detokenizer.num_held_bytes)
+    assert held == [1, 2, 0, 0]
+    detokenizer.push(byte_level.encode("日")[:2])
+    assert (detokenizer.finish(), detokenizer.num_held_bytes) == ("\ufffd", 0)
+
+
+def test_a_decoder_that_strips_two_spaces(
+    specs: dict[str, dict[str, Any]], load: Callable[[dict[str, Any]], Tokenizer]
+) -> None:
+    spec = copy.deepcopy(specs["sentencepiece"])
+    spec["decoder"]["decoders"][-1]["start"] = 2
+    tokenizer = load(spec)
+    ids = [i for piece in "▁▁▁a" for i in range(600) if tokenizer.token_content(i) == piece]
+    for start in range(4):
+        assert "".join(pieces(tokenizer, ids[start:])) == tokenizer.decode(ids[start:])
+
+
 def test_undecodable_tokenizer_is_refused_at_once(
     specs: dict[str, dict[str, Any]], load: Callable[[dict[str, Any]], Tokenizer]
 ) -> None:

@@ -58,6 +58,7 @@ def longest_beginning(stops: Sequence[str], text: str) -> int:
         (["stop"], ["sto", "sto", "pe"], ["", "sto", ""], "stop"),
         (["aab"], ["aaa", "ab"], ["a", "a"], "aab"),
         (["end", "end"], ["the end"], ["the "], "end"),
+        (["abc", "c", "abc"], ["abc"], [""], "abc"),
     ],
 )
 def test_api_03_spread_over_pieces(

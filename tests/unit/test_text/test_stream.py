@@ -238,6 +238,7 @@ def test_api_07_a_leading_space_left_out_is_left_out_of_the_bytes(sentencepiece:
     answer = Answer(sentencepiece, one_by_one(ids, "length"), [1], logprobs=2)
     assert answer.bytes == b"the dog"
     first = answer.logprobs[0]
+    assert first.token == first.token_bytes.decode() == "the"
     assert first.top[1] == TokenLogprob(first.token, first.token_id, first.token_bytes, -1.5, [])
 
 
