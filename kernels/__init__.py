@@ -1,0 +1,1 @@
+"""Kernels by device. Each file holds the reference, the kernel and its checked wrapper."""

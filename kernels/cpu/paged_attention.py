@@ -1,0 +1,521 @@
+"""Attention over the paged KV cache, read in place: decode and prefill rows in one call.
+
+Layout of one layer's cache, float32, ``lanes`` = head_dim rounded up to 16:
+    keys    [num_blocks, kv_heads, head_dim, block_size]   transposed: 16 tokens are one vector
+    values  [num_blocks, kv_heads, block_size, lanes]
+
+The work is cut into items, each times every KV head: a tile of one row's queries against a span of
+its context. A long context is cut into spans of ``SPAN`` tokens for decode rows, so that both
+cores are busy with one sequence too, and the parts are joined at the end. Items depend on their
+row alone: an answer does not change with its batch mates.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numba
+import numpy as np
+import torch
+
+from trioserve.kernels.cpu import simd
+from trioserve.kernels.cpu.runtime import FASTMATH, Team, next_unit, team_barrier, thread_index
+
+SPAN = 256  # context tokens of one item of a decode row
+SEGMENT = 128  # context tokens whose scores are held at once
+QUERIES = 24  # query vectors of one tile, about: tokens × heads per KV head
+ITEM = 6  # int32 values an item: row, first query, queries, first key, last key, part
+
+
+_FIELDS = (
+    *("query", "query_stride", "key", "key_stride", "value", "value_stride", "out"),
+    *("keys", "values", "slots", "row_starts", "query_starts", "row_tables"),
+    *("tables", "table_stride", "items", "num_items", "item_capacity"),
+    *("num_tokens", "num_rows", "first_parts", "parts", "scratch", "scratch_stride"),
+    *("kv_heads", "group", "head_dim", "lanes", "block_size", "threads", "counters"),
+)
+
+
+class Params(ctypes.Structure):
+    """What one call works on. Addresses of float32 unless said otherwise; strides in elements."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
+
+
+def reference(query, key_cache, value_cache, table, start, scale):
+    """Attention of one row in float64.
+
+    Args:
+        query: [n, heads, head_dim], the tokens at positions [start, start + n).
+        key_cache, value_cache: [num_blocks, kv_heads, block_size, head_dim], the new ones included.
+        table: block ids of the row.
+        start: tokens before this step.
+
+    Returns: [n, heads, head_dim].
+    """
+    n, heads, dim = query.shape
+    _, kv_heads, _, _ = key_cache.shape
+    keys, values = (
+        np.moveaxis(cache[np.asarray(table)].astype(np.float64), 1, 0).reshape(kv_heads, -1, dim)
+        for cache in (key_cache, value_cache)
+    )
+    out = np.empty((n, heads, dim))
+    for token in range(n):
+        length = start + token + 1
+        for head in range(heads):
+            kv_head = head // (heads // kv_heads)
+            scores = keys[kv_head, :length] @ query[token, head].astype(np.float64) * scale
+            weights = np.exp(scores - scores.max())
+            out[token, head] = weights @ values[kv_head, :length] / weights.sum()
+    return out
+
+
+# ------------------------------------------------------------------------------ the kernel
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _product(rows, a, lda, b, ldb, c, ldc, k, accumulate):
+    """C[rows, 16] (+)= A[rows, k] · B[k, 16]."""
+    row = 0
+    while rows - row >= 6:
+        simd.tile6(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
+        row += 6
+    left = rows - row
+    a += row * lda * 4
+    c += row * ldc * 4
+    if left >= 4:
+        simd.tile4(a, lda, b, ldb, c, ldc, k, accumulate)
+        a += 4 * lda * 4
+        c += 4 * ldc * 4
+        left -= 4
+    if left == 3:
+        simd.tile3(a, lda, b, ldb, c, ldc, k, accumulate)
+    elif left == 2:
+        simd.tile2(a, lda, b, ldb, c, ldc, k, accumulate)
+    elif left == 1:
+        simd.tile1(a, lda, b, ldb, c, ldc, k, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _narrow_product(rows, a, lda, b, ldb, c, ldc, k):
+    """C[rows, 8] = A[rows, k] · B[k, 8]."""
+    row = 0
+    while rows - row >= 4:
+        simd.narrow4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
+        row += 4
+    while row < rows:
+        simd.narrow1(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
+        row += 1
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _store(p, token):
+    """Write one token's keys and values into its slot."""
+    dim, size = p.head_dim, p.block_size
+    slot = numba.carray(simd.int64s(p.slots), p.num_tokens)[token]
+    block, offset = slot // size, slot % size
+    key = p.key + token * p.key_stride * 4
+    value = p.value + token * p.value_stride * 4
+    for head in range(p.kv_heads):
+        line = block * p.kv_heads + head
+        source = numba.carray(simd.floats(key + head * dim * 4), dim)
+        column = numba.carray(simd.floats(p.keys + (line * dim * size + offset) * 4), dim * size)
+        for j in range(dim):
+            column[j * size] = source[j]
+        source = numba.carray(simd.floats(value + head * dim * 4), dim)
+        target = numba.carray(simd.floats(p.values + (line * size + offset) * p.lanes * 4), dim)
+        for j in range(dim):
+            target[j] = source[j]
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _load_queries(p, first, count, head, queries, scale):
+    """Copy a tile's query vectors together, token by token and head by head, times ``scale``."""
+    target = numba.carray(simd.floats(queries), count * p.group * p.head_dim)
+    width = p.group * p.head_dim
+    for token in range(count):
+        source = numba.carray(
+            simd.floats(p.query + ((first + token) * p.query_stride + head * width) * 4), width
+        )
+        for j in range(width):
+            target[token * width + j] = source[j] * scale
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _scores(p, table, head, first, count, queries, rows, scores):
+    """scores[rows, SEGMENT] of ``count`` keys from position ``first``, a multiple of 16.
+
+    Columns past ``count`` may hold anything.
+    """
+    width = min(p.block_size, simd.WIDTH)
+    for column in range(0, count, width):
+        position = first + column
+        line = table[position // p.block_size] * p.kv_heads + head
+        tile = p.keys + (line * p.head_dim * p.block_size + position % p.block_size) * 4
+        target = scores + column * 4
+        if width == simd.WIDTH:
+            _product(rows, queries, p.head_dim, tile, p.block_size, target, SEGMENT, p.head_dim, 0)
+        else:
+            _narrow_product(
+                rows, queries, p.head_dim, tile, p.block_size, target, SEGMENT, p.head_dim
+            )
+
+
+@numba.njit(fastmath=FASTMATH | {"nnan"}, error_model="numpy")
+def _largest(scores, count, largest):
+    """The maximum. A NaN may be passed over: the weights made with it still are NaN."""
+    for t in range(count):
+        if scores[t] > largest:
+            largest = scores[t]
+    return largest
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _softmax(scores, count, valid, state, row, sums, lanes):
+    """Turn one row of scores into weights relative to its running maximum.
+
+    ``[valid, count)`` lie in the row's future: weight 0. Sums so far are scaled to the new maximum.
+    """
+    before = state[2 * row]
+    largest = _largest(scores, valid, before)
+    total = np.float32(0.0)
+    for t in range(valid):
+        weight = simd.exp_f32(scores[t] - largest)
+        scores[t] = weight
+        total += weight
+    for t in range(valid, count):
+        scores[t] = np.float32(0.0)
+    if before == -np.inf:
+        state[2 * row + 1] = total
+    else:
+        factor = simd.exp_f32(before - largest)
+        state[2 * row + 1] = state[2 * row + 1] * factor + total
+        if factor != np.float32(1.0):
+            for j in range(lanes):
+                sums[j] *= factor
+    state[2 * row] = largest
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _add_values(p, table, head, first, count, weights, rows, sums):
+    """sums[rows, lanes] += weights[rows, count] · the values from position ``first``."""
+    done = 0
+    while done < count:
+        position = first + done
+        offset = position % p.block_size
+        piece = min(p.block_size - offset, count - done)
+        line = table[position // p.block_size] * p.kv_heads + head
+        tile = p.values + (line * p.block_size + offset) * p.lanes * 4
+        for lane in range(0, p.lanes, simd.WIDTH):
+            _product(
+                rows,
+                weights + done * 4,
+                SEGMENT,
+                tile + lane * 4,
+                p.lanes,
+                sums + lane * 4,
+                p.lanes,
+                piece,
+                1,
+            )
+        done += piece
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _attend(p, item, head, scratch, scale):
+    """One item for one KV head: the result, or a part of it, goes where it belongs."""
+    row, first_query, num_queries, first_key, last_key, part = item
+    start = numba.carray(simd.int32s(p.row_starts), p.num_rows)[row]
+    line = numba.carray(simd.int32s(p.row_tables), p.num_rows)[row]
+    token = numba.carray(simd.int32s(p.query_starts), p.num_rows)[row] + first_query
+    table = numba.carray(simd.int32s(p.tables + line * p.table_stride * 4), p.table_stride)
+    rows = num_queries * p.group
+    queries = scratch
+    scores = queries + rows * p.head_dim * 4
+    state_address = scores + rows * SEGMENT * 4
+    sums = state_address + rows * 2 * 4
+    if part >= 0:  # the parts of one row lie together: state, then sums
+        state_address = p.parts + (np.int64(part) * p.kv_heads + head) * p.group * (p.lanes + 2) * 4
+        sums = state_address + p.group * 2 * 4
+    state = numba.carray(simd.floats(state_address), rows * 2)
+    sum_array = numba.carray(simd.floats(sums), rows * p.lanes)
+    for i in range(rows):
+        state[2 * i] = -np.inf
+        state[2 * i + 1] = np.float32(0.0)
+    sum_array[:] = np.float32(0.0)
+    _load_queries(p, token, num_queries, head, queries, scale)
+    for first in range(first_key, last_key, SEGMENT):
+        count = min(SEGMENT, last_key - first)
+        _scores(p, table, head, first, count, queries, rows, scores)
+        for i in range(rows):
+            valid = min(count, max(0, start + first_query + i // p.group + 1 - first))
+            _softmax(
+                numba.carray(simd.floats(scores + i * SEGMENT * 4), SEGMENT),
+                count,
+                valid,
+                state,
+                i,
+                numba.carray(simd.floats(sums + i * p.lanes * 4), p.lanes),
+                p.lanes,
+            )
+        _add_values(p, table, head, first, count, scores, rows, sums)
+    if part < 0:
+        _finish(p, token, num_queries, head, state, sum_array)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _finish(p, token, num_queries, head, state, sums):
+    width = p.group * p.head_dim
+    for i in range(num_queries * p.group):
+        place = (token + i // p.group) * p.kv_heads * width + head * width
+        place += (i % p.group) * p.head_dim
+        target = numba.carray(simd.floats(p.out + place * 4), p.head_dim)
+        factor = np.float32(1.0) / state[2 * i + 1]
+        for j in range(p.head_dim):
+            target[j] = sums[i * p.lanes + j] * factor
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _join(p, row, head, first_part, num_parts, scratch):
+    """Join the parts of one decode row and KV head."""
+    size = p.group * (p.lanes + 2)
+    stride = p.kv_heads * size
+    parts = numba.carray(
+        simd.floats(p.parts + (first_part * stride + head * size) * 4), num_parts * stride
+    )
+    state = numba.carray(simd.floats(scratch), 2 * p.group)
+    sums = numba.carray(simd.floats(scratch + 2 * p.group * 4), p.group * p.lanes)
+    sums[:] = np.float32(0.0)
+    for i in range(p.group):
+        largest = parts[2 * i]
+        for part in range(1, num_parts):
+            largest = max(largest, parts[part * stride + 2 * i])
+        total = np.float32(0.0)
+        for part in range(num_parts):
+            base = part * stride
+            factor = simd.exp_f32(parts[base + 2 * i] - largest)
+            total += parts[base + 2 * i + 1] * factor
+            base += 2 * p.group + i * p.lanes
+            for j in range(p.lanes):
+                sums[i * p.lanes + j] += parts[base + j] * factor
+        state[2 * i + 1] = total
+    token = numba.carray(simd.int32s(p.query_starts), p.num_rows)[row]
+    _finish(p, token, 1, head, state, sums)
+
+
+def attend(params):
+    """One thread's share: store the new keys and values, attend, join split rows."""
+    p = numba.carray(params, 1)[0]
+    scale = np.float32(1.0 / math.sqrt(p.head_dim))
+    scratch = p.scratch + thread_index() * p.scratch_stride
+    while True:
+        first = next_unit(p.counters) * 8
+        if first >= p.num_tokens:
+            break
+        for token in range(first, min(first + 8, p.num_tokens)):
+            _store(p, token)
+    if p.threads > 1:
+        team_barrier()
+    items = numba.carray(simd.int32s(p.items), (p.num_items, ITEM))
+    while True:
+        unit = next_unit(p.counters + 64)
+        if unit >= p.num_items * p.kv_heads:
+            break
+        at = items[unit // p.kv_heads]
+        item = (at[0], at[1], at[2], at[3], at[4], at[5])
+        _attend(p, item, unit % p.kv_heads, scratch, scale)
+    first_parts = numba.carray(simd.int32s(p.first_parts), p.num_rows + 1)
+    if first_parts[p.num_rows] == 0:
+        return
+    if p.threads > 1:
+        team_barrier()
+    while True:
+        unit = next_unit(p.counters + 128)
+        if unit >= p.num_rows * p.kv_heads:
+            break
+        row, head = unit // p.kv_heads, unit % p.kv_heads
+        num_parts = first_parts[row + 1] - first_parts[row]
+        if num_parts > 0:
+            _join(p, row, head, first_parts[row], num_parts, scratch)
+
+
+def plan(params):
+    """Cut the step's work into items; counts go to ``num_items`` and ``first_parts``.
+
+    Items past ``item_capacity`` are counted and not written: the caller makes room and comes again.
+    """
+    p = numba.carray(params, 1)[0]
+    items = numba.carray(simd.int32s(p.items), (p.item_capacity, ITEM))
+    first_parts = numba.carray(simd.int32s(p.first_parts), p.num_rows + 1)
+    query_starts = numba.carray(simd.int32s(p.query_starts), p.num_rows + 1)
+    row_starts = numba.carray(simd.int32s(p.row_starts), p.num_rows)
+    tile = max(1, QUERIES // p.group)
+    num_items = 0
+    num_parts = 0
+    for row in range(p.num_rows):
+        first_parts[row] = num_parts
+        count = query_starts[row + 1] - query_starts[row]
+        length = row_starts[row] + count
+        cuts = (length + SPAN - 1) // SPAN if count == 1 else 1
+        span = ((length + cuts - 1) // cuts + 15) // 16 * 16
+        for query in range(0, count, tile):
+            queries = min(tile, count - query)
+            end = row_starts[row] + query + queries
+            for key in range(0, end, span if cuts > 1 else end):
+                if num_items < p.item_capacity:
+                    items[num_items, 0] = row
+                    items[num_items, 1] = query
+                    items[num_items, 2] = queries
+                    items[num_items, 3] = key
+                    items[num_items, 4] = min(end, key + span) if cuts > 1 else end
+                    items[num_items, 5] = num_parts if cuts > 1 else -1
+                num_items += 1
+                num_parts += 1 if cuts > 1 else 0
+    first_parts[p.num_rows] = num_parts
+    p.num_items = num_items
+
+
+# ----------------------------------------------------------------------------- the wrapper
+
+
+class PagedAttention:
+    """Attention of all layers of one model over caches made by ``new_cache``.
+
+    ``prepare`` once a step, then one call a layer. Not safe for use by two threads.
+
+    Args:
+        team: runs the kernels.
+        kv_heads, group, head_dim: ``group`` query heads share one KV head.
+        block_size: tokens per block, 8 or a multiple of 16.
+
+    Raises:
+        ValueError: a block size the kernel cannot read.
+    """
+
+    def __init__(
+        self, team: Team, *, kv_heads: int, group: int, head_dim: int, block_size: int
+    ) -> None:
+        if block_size != 8 and block_size % 16:
+            raise ValueError(f"block_size must be 8 or a multiple of 16, not {block_size}")
+        self._attend = team.compile(attend, Params)
+        self._plan = team.compile(plan, Params)
+        self._params = params = Params()
+        params.kv_heads, params.group, params.head_dim = kv_heads, group, head_dim
+        params.lanes = self.lanes = -(-head_dim // 16) * 16
+        params.block_size, params.threads = block_size, team.threads
+        rows = max(1, QUERIES // group) * group
+        params.scratch_stride = 4 * (rows * (head_dim + SEGMENT + 2 + params.lanes) + 16)
+        self._scratch = np.zeros(team.threads * params.scratch_stride, np.uint8)
+        params.scratch = self._scratch.ctypes.data
+        self._counters = np.zeros(3 * 8, np.int64)  # a cache line each: all threads write them
+        params.counters = self._counters.ctypes.data
+        self._context: object = None
+        self._first_parts = np.zeros(0, np.int32)
+        self._parts = np.zeros(0, np.float32)
+        self._reserve_items(64)
+        self._reserve_rows(64)
+        self._reserve_parts(1)
+
+    def new_cache(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, zeroed; memory is taken as blocks are first written."""
+        p = self._params
+        keys = np.zeros((num_blocks, p.kv_heads, p.head_dim, p.block_size), np.float32)
+        values = np.zeros((num_blocks, p.kv_heads, p.block_size, p.lanes), np.float32)
+        return torch.from_numpy(keys), torch.from_numpy(values)
+
+    def prepare(
+        self,
+        *,
+        slots: torch.Tensor,
+        query_starts: np.ndarray,
+        row_starts: np.ndarray,
+        row_tables: np.ndarray,
+        tables: np.ndarray,
+    ) -> None:
+        """Take a step's rows and cut the work. The arrays must stay unchanged until the last layer.
+
+        Args:
+            slots: int64 [num_tokens], block id × block size + offset of each token.
+            query_starts: int32 [num_rows + 1], first token of each row, then num_tokens.
+            row_starts: int32 [num_rows], tokens of each row in the cache before this step.
+            row_tables: int32 [num_rows], each row's line of ``tables``.
+            tables: int32 [lines, max_blocks], block ids.
+        """
+        num_rows = len(row_starts)
+        for name, array, shape in (
+            ("query_starts", query_starts, (num_rows + 1,)),
+            ("row_starts", row_starts, (num_rows,)),
+            ("row_tables", row_tables, (num_rows,)),
+            ("tables", tables, tables.shape[:1] + tables.shape[-1:]),
+        ):
+            if array.dtype != np.int32 or array.shape != shape or not array.flags.c_contiguous:
+                raise ValueError(f"{name} must be int32 {shape}, contiguous")
+        if slots.dtype != torch.int64 or slots.shape != (query_starts[-1],):
+            raise ValueError("slots must be int64, one for each token")
+        p = self._params
+        self._context = (slots, query_starts, row_starts, row_tables, tables)  # keeps them alive
+        p.num_tokens, p.num_rows = len(slots), num_rows
+        p.slots = slots.data_ptr()
+        p.query_starts, p.row_starts = query_starts.ctypes.data, row_starts.ctypes.data
+        p.row_tables, p.tables = row_tables.ctypes.data, tables.ctypes.data
+        p.table_stride = tables.shape[1]
+        self._reserve_rows(num_rows)
+        self._plan(p, 1)
+        if p.num_items > p.item_capacity:
+            self._reserve_items(p.num_items)
+            self._plan(p, 1)
+        self._reserve_parts(int(self._first_parts[num_rows]))
+
+    def __call__(
+        self,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store the step's keys and values in ``cache`` and attend.
+
+        Args:
+            query: float32 [n, heads, head_dim]; key, value: [n, kv_heads, head_dim]. Rows may be
+                strided (slices of one product), heads within a row may not.
+
+        Returns: float32 [n, heads × head_dim].
+        """
+        p = self._params
+        heads = p.kv_heads * p.group
+        p.query, p.query_stride = _checked(query, "query", p.num_tokens, heads, p.head_dim)
+        p.key, p.key_stride = _checked(key, "key", p.num_tokens, p.kv_heads, p.head_dim)
+        p.value, p.value_stride = _checked(value, "value", p.num_tokens, p.kv_heads, p.head_dim)
+        out = torch.empty((p.num_tokens, heads * p.head_dim), dtype=torch.float32)
+        p.out = out.data_ptr()
+        p.keys, p.values = cache[0].data_ptr(), cache[1].data_ptr()
+        self._counters[::8] = 0
+        self._attend(p)
+        return out
+
+    def _reserve_items(self, count: int) -> None:
+        self._items = np.zeros((count * 2, ITEM), np.int32)
+        self._params.items, self._params.item_capacity = self._items.ctypes.data, count * 2
+
+    def _reserve_rows(self, count: int) -> None:
+        if count + 1 > len(self._first_parts):
+            self._first_parts = np.zeros(count * 2 + 1, np.int32)
+            self._params.first_parts = self._first_parts.ctypes.data
+
+    def _reserve_parts(self, count: int) -> None:
+        p = self._params
+        size = count * p.kv_heads * p.group * (p.lanes + 2)
+        if size > len(self._parts):
+            self._parts = np.zeros(size * 2, np.float32)
+            p.parts = self._parts.ctypes.data
+
+
+def _checked(tensor, name, tokens, heads, head_dim):
+    """Address and row stride of a tensor that the kernel can read."""
+    if tensor.dtype != torch.float32 or tensor.shape != (tokens, heads, head_dim):
+        raise ValueError(f"{name} must be float32 [{tokens}, {heads}, {head_dim}]")
+    stride, head_stride, inner = tensor.stride()
+    if inner != 1 or (head_stride != head_dim and heads > 1):
+        raise ValueError(f"{name}: the heads of a token must lie together")
+    return tensor.data_ptr(), stride

@@ -1,0 +1,172 @@
+"""How CPU kernels are compiled, cached and run in parallel.
+
+A kernel is a C function ``void kernel(params*)`` that numba compiles; a *team* calls it once per
+thread, all with the same parameters. Within it ``thread_index``, ``team_barrier`` and
+``next_unit`` divide the work.
+
+The team is OpenMP's: ``GOMP_parallel`` of the library that torch has loaded, called directly. So
+the kernels and torch's operators share one set of threads. numba's own threading layers would
+bring a second set (``workqueue`` measured 28 us a region and slowed torch's operators
+threefold, both sets spinning for the same cores), and ``parallel=True`` costs seconds to compile.
+Without an OpenMP library in the process the kernels run on the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+log = logging.getLogger("trioserve.kernels")
+
+# Not "nnan" nor "ninf": a row that overflows must show it, or the sampler cannot fail it alone.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def cache_directory() -> Path | None:
+    """Where compiled kernels are kept, or None if no such directory can be written.
+
+    The name holds a digest of all kernel sources, because numba's own check sees only the file of
+    the outermost function. Files in it are replaced atomically, so servers may share it.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    digest = hashlib.sha256(f"{numba.__version__} {llvm.llvm_version_info}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    path = Path(root) / "trioserve" / "numba" / digest.hexdigest()[:16]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        log.warning("compiled kernels are not kept: %s", error)
+        return None
+
+
+class Team:
+    """The threads that run kernels, and the compiler that makes them.
+
+    Args:
+        threads: how many run each kernel; 1 runs it on the caller.
+        cache: directory for compiled kernels, or None to compile in each process anew.
+    """
+
+    def __init__(self, threads: int, cache: Path | None = None) -> None:
+        address = llvm.address_of_symbol("GOMP_parallel")
+        self.threads = threads if address else 1
+        self._cache = cache
+        self.num_compiled = 0
+        self.num_loaded = 0
+        prototype = ctypes.CFUNCTYPE(
+            None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+        )
+        self._parallel = prototype(address) if address else None
+        if cache is not None:
+            numba.config.CACHE_DIR = str(cache)
+        if not address:  # the kernels' own calls still have to be linked
+            for name in ("GOMP_barrier", "omp_get_thread_num"):
+                llvm.add_symbol(name, ctypes.cast(_single_thread, ctypes.c_void_p).value)
+
+    def compile(self, function: Callable, params: type[ctypes.Structure]) -> Kernel:
+        """Compile ``function(pointer to params)``, or load it as compiled before.
+
+        Raises:
+            Exception: whatever numba raises where it does not work on this machine.
+        """
+        options = {"fastmath": FASTMATH, "error_model": "numpy"}
+        signature = types.void(types.CPointer(numba.from_dtype(np.dtype(params))))
+        if self._cache is not None:
+            try:
+                compiled = numba.cfunc(signature, cache=True, **options)(function)
+            except Exception as error:
+                log.warning("kernel cache %s not used: %s", self._cache, error)
+            else:
+                self.num_loaded += compiled.cache_hits
+                self.num_compiled += 1 - compiled.cache_hits
+                return Kernel(self, compiled)
+        self.num_compiled += 1
+        return Kernel(self, numba.cfunc(signature, **options)(function))
+
+    def describe(self) -> str:
+        """For the log: where the kernels came from and what runs them."""
+        threads = "torch's OpenMP" if self._parallel is not None else "no OpenMP found"
+        return (
+            f"{self.num_compiled} kernels compiled, {self.num_loaded} from the cache; "
+            f"{self.threads} threads, {threads}"
+        )
+
+    def run(self, kernel: Kernel, params: ctypes.Structure, threads: int) -> None:
+        """Call the kernel on ``threads`` threads and wait for all."""
+        if threads > 1 and self._parallel is not None:
+            self._parallel(kernel.address, ctypes.addressof(params), threads, 0)
+        else:
+            kernel.call(ctypes.addressof(params))
+
+
+class Kernel:
+    """A compiled kernel. ``call`` runs it on the calling thread, without the GIL."""
+
+    def __init__(self, team: Team, compiled: object) -> None:
+        self.team = team
+        self._compiled = compiled  # owns the machine code
+        self.address: int = compiled.address
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def __call__(self, params: ctypes.Structure, threads: int | None = None) -> None:
+        self.team.run(self, params, self.team.threads if threads is None else threads)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int)
+def _single_thread() -> int:
+    return 0
+
+
+@intrinsic
+def thread_index(typing_context):
+    """Index of the calling thread in its team, from 0."""
+
+    def codegen(context, builder, signature, args):
+        function_type = ir.FunctionType(ir.IntType(32), [])
+        function = _declare(builder, "omp_get_thread_num", function_type)
+        return builder.sext(builder.call(function, []), ir.IntType(64))
+
+    return types.intp(), codegen
+
+
+@intrinsic
+def team_barrier(typing_context):
+    """Wait until every thread of the team is here; what was written before is seen after."""
+
+    def codegen(context, builder, signature, args):
+        function = _declare(builder, "GOMP_barrier", ir.FunctionType(ir.VoidType(), []))
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def next_unit(typing_context, address):
+    """Take the next unit of work: add 1 to the int64 at ``address``, return what it was."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.intp(types.intp), codegen
+
+
+def _declare(builder, name, function_type):
+    module = builder.module
+    return module.globals.get(name) or ir.Function(module, function_type, name=name)

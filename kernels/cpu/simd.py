@@ -1,0 +1,215 @@
+"""Vector building blocks for the kernels, as LLVM code.
+
+numba has no vector types and keeps small arrays in memory; a tile of a matrix product needs its
+sums in registers. Addresses are plain integers: the callers do their own arithmetic on them.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+F32 = ir.FloatType()
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+
+
+AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+def _tile(rows: int, width: int, unroll: int):
+    """An intrinsic: C[rows, width] (+)= A[rows, k] · B[k, width], sums held in registers.
+
+    Arguments: address of A and its row stride in elements, the same for B and C, k, and whether
+    to add to C (1) or to replace it (0). ``unroll`` steps of k go to sums of their own: a fused
+    multiply-add takes four cycles and two can begin in each, so eight must be under way.
+    """
+    vector = ir.VectorType(F32, width)
+
+    @intrinsic
+    def tile(typing_context, a, lda, b, ldb, c, ldc, k, accumulate):
+        def codegen(context, builder, signature, args):
+            _emit_tile(builder, vector, rows, unroll, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 8), codegen
+
+    return tile
+
+
+def _emit_tile(builder, vector, rows, unroll, a, lda, b, ldb, c, ldc, k, accumulate):
+    lda, ldb, ldc = (builder.mul(stride, _index(4)) for stride in (lda, ldb, ldc))  # in bytes
+    targets = [_row(builder, c, ldc, row, vector) for row in range(rows)]
+    zeros = ir.Constant(vector, [0.0] * vector.count)
+
+    def steps(at, sums):
+        """Multiply and add one step of k for each set of sums."""
+        results = []
+        for step in range(unroll if len(sums) > rows else 1):
+            column = builder.add(at, _index(step))
+            line = builder.add(b, builder.mul(column, ldb))
+            line = builder.load(builder.inttoptr(line, vector.as_pointer()), align=4)
+            for row in range(rows):
+                factor = builder.add(a, builder.mul(lda, _index(row)))
+                factor = builder.add(factor, builder.mul(column, _index(4)))
+                factor = builder.load(builder.inttoptr(factor, F32.as_pointer()), align=4)
+                product = builder.fmul(_splat(builder, factor, vector), line, ("contract",))
+                total = sums[step * rows + row]
+                results.append(builder.fadd(product, total, ("contract",)))
+        return results
+
+    sums = [zeros] * (rows * unroll)
+    whole = builder.and_(k, _index(-unroll))
+    sums = _emit_loop(builder, _index(0), whole, unroll, sums, steps)
+    while len(sums) > rows:
+        half = len(sums) // 2
+        sums = [builder.fadd(x, y) for x, y in zip(sums[:half], sums[half:], strict=True)]
+    sums = _emit_loop(builder, whole, k, 1, sums, steps)
+    adding = builder.icmp_signed("!=", accumulate, _index(0))
+    with builder.if_else(adding) as (then, otherwise):
+        with then:
+            for pointer, value in zip(targets, sums, strict=True):
+                value = builder.fadd(builder.load(pointer, align=4), value)
+                builder.store(value, pointer, align=4)
+        with otherwise:
+            for pointer, value in zip(targets, sums, strict=True):
+                builder.store(value, pointer, align=4)
+
+
+def _emit_loop(builder, first, end, step, values, body):
+    """``for i in range(first, end, step): values = body(i, values)``; gives the last values."""
+    entry = builder.basic_block
+    loop = builder.append_basic_block("loop")
+    done = builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed("<", first, end), loop, done)
+    builder.position_at_end(loop)
+    index = builder.phi(I64)
+    index.add_incoming(first, entry)
+    phis = [builder.phi(value.type) for value in values]
+    results = body(index, phis)
+    following = builder.add(index, _index(step))
+    index.add_incoming(following, builder.basic_block)
+    for phi, value, result in zip(phis, values, results, strict=True):
+        phi.add_incoming(value, entry)
+        phi.add_incoming(result, builder.basic_block)
+    last = builder.basic_block
+    builder.cbranch(builder.icmp_signed("<", following, end), loop, done)
+    builder.position_at_end(done)
+    outcome = []
+    for value, result in zip(values, results, strict=True):
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, entry)
+        phi.add_incoming(result, last)
+        outcome.append(phi)
+    return outcome
+
+
+def _index(value):
+    return ir.Constant(I64, value)
+
+
+def _row(builder, base, stride, row, vector):
+    address = builder.add(base, builder.mul(stride, _index(row)))
+    return builder.inttoptr(address, vector.as_pointer())
+
+
+def _splat(builder, value, vector):
+    empty = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(empty, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(
+        first, empty, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    )
+
+
+WIDTH = 16  # columns of a tile; the narrow ones serve blocks of 8 tokens
+# A tile's 16 columns are one register of AVX-512 (of 32), two of AVX2 (of 16).
+tile1 = _tile(1, WIDTH, 4)
+tile2 = _tile(2, WIDTH, 4 if AVX512 else 2)
+tile3 = _tile(3, WIDTH, 4 if AVX512 else 2)
+tile4 = _tile(4, WIDTH, 2 if AVX512 else 1)
+tile6 = _tile(6, WIDTH, 2 if AVX512 else 1)
+narrow1, narrow4 = _tile(1, 8, 4), _tile(4, 8, 2)
+
+# exp(f) on [-ln(2)/2, ln(2)/2] by Taylor's series to degree 7: error below 6e-9, under half a ulp.
+_EXP_TERMS = [1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0]
+
+
+@intrinsic
+def exp_f32(typing_context, x):
+    """exp(x) for float32 to about 1 ulp; 0 below -87, infinite above 88, NaN stays NaN.
+
+    Written so that LLVM turns a loop over it into vectors; the library call stays scalar.
+    """
+
+    def codegen(context, builder, signature, args):
+        (x,) = args
+        low, high = _const(-87.0), _const(88.0)
+        clamped = builder.select(builder.fcmp_ordered(">", x, low), x, low)  # NaN becomes low
+        clamped = builder.select(builder.fcmp_ordered("<", clamped, high), clamped, high)
+        floor = builder.module.declare_intrinsic("llvm.floor", [F32])
+        scaled = _multiply_add(builder, clamped, 1.4426950408889634, _const(0.5))
+        whole = builder.call(floor, [scaled])
+        rest = _multiply_add(builder, whole, -0.693145751953125, x)
+        rest = _multiply_add(builder, whole, -1.428606765330187e-06, rest)
+        value = _const(_EXP_TERMS[0])
+        for term in _EXP_TERMS[1:]:
+            value = builder.fmul(value, rest, ("contract",))
+            value = builder.fadd(value, _const(term), ("contract",))
+        power = builder.add(builder.fptosi(whole, I32), ir.Constant(I32, 127))
+        scale = builder.bitcast(builder.shl(power, ir.Constant(I32, 23)), F32)
+        value = builder.fmul(value, scale)
+        value = builder.select(builder.fcmp_ordered("<", x, low), _const(0.0), value)
+        return builder.select(builder.fcmp_ordered(">", x, high), _const(float("inf")), value)
+
+    return types.float32(types.float32), codegen
+
+
+def _const(value):
+    return ir.Constant(F32, value)
+
+
+def _multiply_add(builder, value, factor, addend):
+    return builder.fadd(builder.fmul(value, _const(factor), ("contract",)), addend, ("contract",))
+
+
+@intrinsic
+def load_f32(typing_context, address, index):
+    """The float32 at ``address`` + 4 * ``index``."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], F32.as_pointer())
+        return builder.load(builder.gep(pointer, [args[1]]), align=4)
+
+    return types.float32(types.intp, types.intp), codegen
+
+
+@intrinsic
+def floats(typing_context, address):
+    """``address`` as a pointer to float32, for ``numba.carray``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], F32.as_pointer())
+
+    return types.CPointer(types.float32)(types.intp), codegen
+
+
+@intrinsic
+def int32s(typing_context, address):
+    """``address`` as a pointer to int32, for ``numba.carray``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], I32.as_pointer())
+
+    return types.CPointer(types.int32)(types.intp), codegen
+
+
+@intrinsic
+def int64s(typing_context, address):
+    """``address`` as a pointer to int64, for ``numba.carray``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.intp), codegen

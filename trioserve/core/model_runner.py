@@ -1,0 +1,287 @@
+"""The model on this machine's processors: an Executor.
+
+``execute`` applies a batch's deltas and runs the forward pass, ``sample`` turns its logits into
+tokens. Both keep nothing of a sequence but what the batches say.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from trioserve.config.schema import Config
+from trioserve.core.batch import (
+    MemoryProfile,
+    NewSequence,
+    SampledRow,
+    ScheduledBatch,
+    ScheduledRow,
+)
+from trioserve.core.batch_state import BatchState
+from trioserve.core.kv_cache import format_bytes
+from trioserve.core.sampler import Sampler
+from trioserve.core.stages import StageReporter
+from trioserve.devices import cpu
+from trioserve.errors import StartupError
+from trioserve.models.attention import AttentionBackend, KVCacheSpec, make_backend
+from trioserve.models.linear import choose_layout
+from trioserve.models.registry import load_model
+from trioserve.models.spec import ResolvedModel
+from trioserve.sampling_params import SamplingParams
+
+log = logging.getLogger("trioserve.model_runner")
+
+WARM_UP_TOKENS = 128
+"""Prompt tokens of a warm-up step: as many as it takes to run every path, not to keep one waiting.
+The profile measures with as many and scales to the largest step."""
+
+
+@frozen(kw_only=True)
+class StepHandle:
+    """A step that has been launched."""
+
+    ids: list[int]
+    positions: list[int]
+    logits: Tensor  # float32 [len(ids), vocab_size]
+
+
+class ModelRunner:
+    """Owns the model, the KV cache and the state of the sequences in the batch.
+
+    Called by EngineCore, from one thread. A step that raises has taken in the batch's deltas or
+    will when it is tried again: its rows can be computed one by one after it.
+    """
+
+    def __init__(self, resolved: ResolvedModel, config: Config) -> None:
+        self._resolved = resolved
+        self._config = config
+        self._spec = resolved.spec
+        self.vocab_size = resolved.spec.vocab_size
+        self.num_parameters = 0
+        self.weight_bytes = 0
+        self.kv_bytes_per_token = 0
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._max_rows = min(config.scheduler.max_num_seqs, self._max_tokens)
+        self._attention: AttentionBackend
+        self._model: Any
+        self._state: BatchState
+        self._sampler = Sampler(resolved.spec.vocab_size, resolved.spec.eos_token_ids)
+
+    # ------------------------------------------------------------------------- start-up
+
+    def load(self, report: StageReporter) -> None:
+        """Stages device, distributed, weights. Raises ModelError for files at fault."""
+        with report.stage("device") as stage:
+            self._processor = cpu.detect(self._config)
+            torch.set_num_threads(self._processor.threads)
+            stage.detail = self._processor.describe()
+            log.info("device: %s", stage.detail)
+            layout, reason = choose_layout(self._config.model.weights)
+            log.info("weights: %s (%s)", layout, reason)
+            stage.progress(detail=f"{stage.detail}; attention kernels")
+            started = time.monotonic()
+            spec = self._spec
+            layer = KVCacheSpec(
+                num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
+            )
+            self._attention = make_backend(
+                self._config.kernels.attention,
+                [layer] * spec.num_layers,
+                self._config.cache.block_size,
+                self._processor.threads,
+            )
+            self.kv_bytes_per_token = self._attention.bytes_per_token
+            seconds = time.monotonic() - started
+            stage.detail = (
+                f"{self._processor.describe()}; attention {self._attention.name}"
+                f"{self._attention.detail}, {seconds:.1f} s"
+            )
+            log.info("attention: %s%s", self._attention.name, self._attention.detail)
+        with report.stage("distributed", "one rank"):
+            pass
+        with report.stage("weights", layout) as stage:
+            self._model = load_model(
+                self._resolved,
+                layout,
+                lambda fraction, num_bytes: stage.progress(fraction, num_bytes=num_bytes),
+            )
+            self.num_parameters = self._model.num_parameters
+            self.weight_bytes = self._model.weight_bytes
+            stage.detail = f"{layout}, {format_bytes(self.weight_bytes)}"
+
+    def profile(self, report: StageReporter) -> MemoryProfile:
+        """Stage profile: run a step of the most rows with a cache just large enough, and measure.
+
+        What it takes grows with the tokens, so a short one stands for the largest.
+        """
+        with report.stage("profile") as stage:
+            num_tokens = min(self._max_tokens, max(WARM_UP_TOKENS, self._max_rows))
+            length = num_tokens // self._max_rows
+            blocks = -(-max(length, 1) // self._config.cache.block_size)
+            self._allocate(self._max_rows * blocks, blocks * self._config.cache.block_size)
+            self._run_alone([(0, 1)])  # libraries set up what they keep
+            peak = cpu.PeakMemory()
+            self._run_alone([(0, length)] * self._max_rows)
+            activation_bytes = peak.rise() * -(-self._max_tokens // num_tokens)
+            total_bytes, free_bytes = cpu.memory()
+            stage.detail = f"{format_bytes(activation_bytes)} working memory"
+        return MemoryProfile(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            weight_bytes=self.weight_bytes,
+            activation_bytes=activation_bytes,
+        )
+
+    def init_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocate the cache: ``num_blocks`` blocks over all layers.
+
+        Raises:
+            StartupError: the system refuses the memory.
+        """
+        try:
+            self._allocate(num_blocks, max_model_len)
+        except (MemoryError, RuntimeError) as error:
+            size = num_blocks * self._config.cache.block_size * self.kv_bytes_per_token
+            raise StartupError(
+                "kv-cache",
+                f"the system refuses {format_bytes(size)} for the KV cache; "
+                f"set [cache] memory to less",
+            ) from error
+
+    def warm_up(self, report: StageReporter) -> None:
+        """Stages warm-up and capture: run each kind of step once, with what the cache can hold."""
+        with report.stage("warm-up") as stage:
+            steps = self._warm_up_steps()
+            for done, (name, rows) in enumerate(steps):
+                stage.progress(done / len(steps), detail=name)
+                self._run_alone(rows)
+            stage.detail = ", ".join(name for name, _ in steps)
+        with report.stage("capture", "nothing to capture on this device"):
+            pass
+
+    def info(self) -> dict[str, Any]:
+        """For ReadyInfo: architecture, weights, dtype, device, threads, attention."""
+        return {
+            "architecture": self._spec.architecture,
+            "weights": self._model.layout,
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": self._processor.threads,
+            "attention": self._attention.name,
+        }
+
+    # --------------------------------------------------------------------------- a step
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepHandle:
+        """Apply the deltas and run the forward pass; the handle goes to ``sample``."""
+        for sequence_id in batch.removed_ids:
+            self._forget(sequence_id)
+        for new in batch.new:
+            self._forget(new.id)
+            self._state.add(new)
+            self._sampler.add(new.id, new.sampling, new.seed, new.num_prompt_tokens)
+        for row in batch.rows:
+            if row.new_block_ids:
+                self._state.add_blocks(row.id, row.new_block_ids)
+        step = self._state.make_step(batch.rows)
+        self._attention.prepare(step.context)
+        logits = self._model.forward(
+            step.token_ids,
+            step.context.positions,
+            self._attention,
+            step.context,
+            step.logits_rows,
+        )
+        return StepHandle(ids=step.sampled_ids, positions=step.sampled_positions, logits=logits)
+
+    @torch.inference_mode()
+    def sample(
+        self, handle: StepHandle, masks: Mapping[int, Tensor] | None = None
+    ) -> list[SampledRow]:
+        """Sample every row with ``sample``, in row order.
+
+        Args:
+            handle: of ``execute``.
+            masks: for some sequence ids, bool [vocab_size], True for tokens that may come.
+        """
+        for index, sequence_id in enumerate(handle.ids):
+            if masks and sequence_id in masks:
+                handle.logits[index].masked_fill_(~masks[sequence_id], float("-inf"))
+        sampled = self._sampler.sample(handle.ids, handle.positions, handle.logits)
+        for row, position in zip(sampled, handle.positions, strict=True):
+            if row.error is None:
+                self._state.set_token(row.id, position, row.token_id)
+        return sampled
+
+    # ------------------------------------------------------------------------- internals
+
+    def _forget(self, sequence_id: int) -> None:
+        if sequence_id in self._state:
+            self._state.remove(sequence_id)
+            self._sampler.remove(sequence_id)
+
+    def _allocate(self, num_blocks: int, max_model_len: int) -> None:
+        self._attention.init_cache(num_blocks)
+        self._num_blocks = num_blocks
+        self._max_model_len = max_model_len
+        self._state = BatchState(
+            max_sequences=self._max_rows,
+            max_model_len=max_model_len,
+            max_tokens=self._max_tokens,
+            block_size=self._config.cache.block_size,
+        )
+
+    def _warm_up_steps(self) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Kinds of steps as (name, rows of (start, tokens)), cut to what fits."""
+        rows = min(self._max_rows, self._num_blocks)
+        chunk = min(WARM_UP_TOKENS, self._max_tokens, self._max_model_len)
+        steps = [
+            ("decode 1", [(0, 1)]),
+            (f"decode {rows}", [(0, 1)] * rows),
+            (f"prefill {chunk}", [(0, chunk)]),
+        ]
+        if chunk > 2:
+            steps.append(("mixed", [(0, 1), (1, chunk - 2)]))
+        block_size = self._config.cache.block_size
+        return [
+            (name, kind)
+            for name, kind in steps
+            if sum(-(-(start + count) // block_size) for start, count in kind) <= self._num_blocks
+        ]
+
+    def _run_alone(self, rows: list[tuple[int, int]]) -> None:
+        """Run one step of made-up sequences, given as (start, tokens), and forget them."""
+        block_size = self._config.cache.block_size
+        new, scheduled = [], []
+        next_block = 0
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
+        for index, (start, count) in enumerate(rows):
+            sequence_id = -1 - index
+            length = start + count
+            num_blocks = -(-length // block_size)
+            new.append(
+                NewSequence(
+                    id=sequence_id,
+                    token_ids=[i % self.vocab_size for i in range(length)],
+                    num_prompt_tokens=length,
+                    num_computed_tokens=start,
+                    block_ids=list(range(next_block, next_block + num_blocks)),
+                    sampling=sampling,
+                    seed=index,
+                )
+            )
+            next_block += num_blocks
+            scheduled.append(ScheduledRow(sequence_id, start, count, [], True))
+        batch = ScheduledBatch(step=0, removed_ids=[], new=new, rows=scheduled)
+        try:
+            self.sample(self.execute(batch))
+        finally:
+            for sequence in new:
+                self._forget(sequence.id)

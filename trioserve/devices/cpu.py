@@ -1,0 +1,195 @@
+"""The CPU as a device: what the processor offers, how many threads, how much memory.
+
+Importing this loads nothing heavy: ``prepare_environment`` has to run before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from pathlib import Path
+
+from attrs import frozen
+
+from trioserve.config.schema import Config
+
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
+"""Processor features that decide which kernels run, by their names in /proc/cpuinfo."""
+_UNLIMITED = 1 << 62
+
+
+@frozen(kw_only=True)
+class Processor:
+    """What the machine has and what this process may use of it."""
+
+    machine: str  # "x86_64", "aarch64"
+    features: tuple[str, ...]  # of FEATURES
+    threads: int  # compute threads
+    reason: str  # where the number of threads comes from
+
+    def describe(self) -> str:
+        """One line for the log."""
+        features = " ".join(self.features) or "no vector extensions known here"
+        return f"{self.machine} ({features}), {self.threads} threads ({self.reason})"
+
+
+def detect(config: Config, root: Path = Path("/")) -> Processor:
+    """Look at the processor. ``root`` is where proc and sys are found."""
+    threads, reason = thread_count(config, root)
+    return Processor(
+        machine=platform.machine(), features=_features(root), threads=threads, reason=reason
+    )
+
+
+def prepare_environment(config: Config) -> None:
+    """Set what the libraries read when they are loaded. Call before torch is imported.
+
+    Threads that wait for the next parallel region spin for about 0.1 ms and then sleep: long enough
+    to be there for the next operator, too short to take the processor from the server's parent
+    process between steps. What the user has set stays.
+    """
+    threads, _ = thread_count(config)
+    for name, value in (
+        ("OMP_NUM_THREADS", str(threads)),
+        ("MKL_NUM_THREADS", str(threads)),
+        ("GOMP_SPINCOUNT", "20000"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def thread_count(config: Config, root: Path = Path("/")) -> tuple[int, str]:
+    """Compute threads, and why: as configured, else the processors this process may use."""
+    if config.engine.threads != "auto":
+        return config.engine.threads, "[engine] threads"
+    allowed = len(os.sched_getaffinity(0))
+    quota = _cpu_quota(root)
+    if quota < allowed:
+        return max(1, int(quota)), "the control group's processor quota"
+    return allowed, "processors allowed"
+
+
+# -------------------------------------------------------------------------------- memory
+
+
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes in total and bytes this process could still take.
+
+    The least of what the machine, each control group above this process and the process's own
+    address-space limit allow. Page cache counts as free: the kernel gives it back.
+    """
+    info = _key_values(root / "proc/meminfo")
+    total = info.get("MemTotal", 0) * 1024
+    free = info.get("MemAvailable", info.get("MemFree", 0)) * 1024
+    if _read_int(root / "proc/sys/vm/overcommit_memory") == 2:
+        free = min(free, (info["CommitLimit"] - info["Committed_AS"]) * 1024)
+    for limit, used in _memory_groups(root):
+        total = min(total, limit)
+        free = min(free, limit - used)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        pages = (root / "proc/self/statm").read_text().split()[0]
+        total = min(total, limit)
+        free = min(free, limit - int(pages) * resource.getpagesize())
+    return total, max(0, free)
+
+
+class PeakMemory:
+    """Measures how far this process's resident memory rises above where it was."""
+
+    def __init__(self) -> None:
+        self._reset = _try_write(Path("/proc/self/clear_refs"), "5")  # peak := now
+        self._before = _status_bytes("VmRSS")
+
+    def rise(self) -> int:
+        """Bytes of the highest point since the start; where the kernel keeps none, of now."""
+        peak = _status_bytes("VmHWM" if self._reset else "VmRSS")
+        return max(0, peak - self._before)
+
+
+def _memory_groups(root: Path) -> list[tuple[int, int]]:
+    """Limit and use in bytes of each control group with a memory limit that we are in."""
+    groups = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        limit_name, used_name, reclaimable = names
+        for group in _with_parents(base, path):
+            limit = _read_int(group / limit_name)
+            used = _read_int(group / used_name)
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                cached = _key_values(group / "memory.stat").get(reclaimable, 0)
+                groups.append((limit, max(0, used - cached)))
+    return groups
+
+
+def _cpu_quota(root: Path) -> float:
+    """Processors that the control groups' quotas come to."""
+    least = float("inf")
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for group in _with_parents(root / "sys/fs/cgroup", path):
+                quota, _, period = next(iter(_lines(group / "cpu.max")), "max 1").partition(" ")
+                if quota != "max":
+                    least = min(least, int(quota) / int(period))
+        elif "cpu" in controllers.split(","):
+            for group in _with_parents(root / "sys/fs/cgroup" / controllers, path):
+                quota_us = _read_int(group / "cpu.cfs_quota_us") or -1
+                period_us = _read_int(group / "cpu.cfs_period_us")
+                if quota_us > 0 and period_us:
+                    least = min(least, quota_us / period_us)
+    return least
+
+
+def _with_parents(base: Path, path: str) -> list[Path]:
+    """The group's directory and those above it, where they can be seen from in here."""
+    group = base / path.strip().lstrip("/")
+    if not group.is_dir():  # in a container the path is the host's, the mount is our own group
+        group = base
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
+
+
+def _features(root: Path) -> tuple[str, ...]:
+    for line in _lines(root / "proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            present = set(value.split())
+            return tuple(feature for feature in FEATURES if feature in present)
+    return ()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _key_values(path: Path) -> dict[str, int]:
+    """Lines like ``MemTotal:  1024 kB`` or ``inactive_file 4096``; units are not looked at."""
+    pairs = (line.replace(":", " ").split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
+
+
+def _read_int(path: Path) -> int | None:
+    text = next(iter(_lines(path)), "").strip()
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _status_bytes(name: str) -> int:
+    return _key_values(Path("/proc/self/status")).get(name, 0) * 1024
+
+
+def _try_write(path: Path, text: str) -> bool:
+    try:
+        path.write_text(text)
+    except OSError:
+        return False
+    return True
