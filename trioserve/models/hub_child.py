@@ -6,6 +6,7 @@ while it downloads, then ``{"path"}`` or ``{"error"}``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -35,7 +36,6 @@ def main() -> int:
 def download(repository: str, revision: str | None, token: str | None) -> str:
     """The snapshot's directory. A full commit hash that is in the hub's cache needs no network."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     keywords: dict[str, Any] = {
         "revision": revision,
@@ -44,13 +44,22 @@ def download(repository: str, revision: str | None, token: str | None) -> str:
         "tqdm_class": progress_bar(),
     }
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
-        try:
+        # Whatever this raises means only that the hub has to be asked.
+        with contextlib.suppress(Exception):
             path = snapshot_download(repository, local_files_only=True, **keywords)
-            if any(name.endswith(".safetensors") for name in os.listdir(path)):
+            if is_complete(path):
                 return path
-        except (LocalEntryNotFoundError, OSError):
-            pass
     return snapshot_download(repository, **keywords)
+
+
+def is_complete(path: str) -> bool:
+    """Whether a snapshot has all its weights; one that was interrupted lies there in part."""
+    index = os.path.join(path, "model.safetensors.index.json")
+    if not os.path.exists(index):
+        return any(name.endswith(".safetensors") for name in os.listdir(path))
+    with open(index, encoding="utf-8") as file:
+        shards = set(json.load(file)["weight_map"].values())
+    return shards <= set(os.listdir(path))
 
 
 def progress_bar() -> type:
