@@ -196,12 +196,9 @@ class H11Only(H11Protocol):
         self._http2 = http2
 
     @property
-    def request_is_whole(self) -> bool:
-        """Whether a request is being answered whose last byte has arrived."""
-        return self.stream is not None and self.connection.their_state not in (
-            h11.SEND_BODY,
-            h11.ERROR,
-        )
+    def has_all(self) -> bool:
+        """Whether the last byte of the present request has arrived."""
+        return self.connection.their_state not in (h11.SEND_BODY, h11.ERROR)
 
     async def handle(self, event: Event) -> None:
         """Feed bytes to h11, after what was read ahead of it."""
@@ -285,9 +282,14 @@ class _Protocol(ProtocolWrapper):
     @property
     def exchange(self) -> Exchange | None:
         """The exchange that outlives the end of input, if there may be one."""
-        if self.protocol is self.h1 and self.h1.request_is_whole:
+        if self.protocol is self.h1 and self.h1.stream is not None and self.h1.has_all:
             return self.h1.exchange
         return None
+
+    @property
+    def has_all(self) -> bool:
+        """Whether nothing more of a request is on its way, as far as can be told."""
+        return self.protocol is self.h1 and self.h1.has_all
 
 
 class Connection(TCPServer):
@@ -363,11 +365,13 @@ class Connection(TCPServer):
     async def _begin_close(self) -> None:
         """End our sending and leave the rest to the reader.
 
-        Closing at once with bytes unread makes the kernel reset the connection, and the client may
-        lose the answer that says why. The reader drops what still comes, for a moment.
+        Closing with bytes unread makes the kernel reset the connection, and the client may lose the
+        answer that says why. So where the client may still be sending, the reader drops what comes
+        for a moment.
         """
         self._closing = True
-        self._reading.deadline = trio.current_time() + CLOSE_GRACE_S
+        grace_s = 0.0 if cast(_Protocol, self.protocol).has_all else CLOSE_GRACE_S
+        self._reading.deadline = trio.current_time() + grace_s
         with contextlib.suppress(
             trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError
         ):

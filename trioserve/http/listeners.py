@@ -40,6 +40,7 @@ class Listener:
 
     def __init__(self, sock: socket.socket, uds_path: str | None = None) -> None:
         sock.setblocking(False)
+        self._sock = sock
         self.socket = trio.socket.from_stdlib_socket(sock)
         self._listener = trio.SocketListener(self.socket)
         self._uds_path = uds_path
@@ -55,8 +56,14 @@ class Listener:
         return await self._listener.accept()
 
     def close(self) -> None:
-        """Stop listening and remove the socket's file, if it is still ours. Idempotent."""
-        self.socket.close()
+        """Stop listening and remove the socket's file, if it is still ours. Idempotent.
+
+        Works outside of ``trio.run`` as well, for a start that fails early.
+        """
+        if trio.lowlevel.in_trio_run():
+            self.socket.close()
+        else:
+            self._sock.close()
         path, self._uds_path = self._uds_path, None
         if path is not None:
             with contextlib.suppress(OSError):
@@ -292,8 +299,11 @@ def _owner_of(inodes: set[str]) -> str:
     links = {f"socket:[{inode}]" for inode in inodes}
     for pid in (name for name in os.listdir("/proc") if name.isdigit()) if links else ():
         with contextlib.suppress(OSError):  # other people's processes, and those that just ended
-            for fd in os.scandir(f"/proc/{pid}/fd"):
-                if os.readlink(fd.path) in links:
+            directory = f"/proc/{pid}/fd"
+            for fd in os.listdir(directory):
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(f"{directory}/{fd}") not in links:
+                        continue
                     return f" by pid {pid} ({_command(pid)})"
     return ""
 
