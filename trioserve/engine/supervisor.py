@@ -53,6 +53,9 @@ from trioserve.text.tokenizer import Tokenizer
 logger = logging.getLogger("trioserve.engine")
 worker_logger = logging.getLogger("trioserve.worker")
 
+WORKER_LEVELS = {
+    name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+}
 EVENT_BUFFER = 64
 MAX_BACKOFF_S = 30.0
 EXIT_WAIT_S = 1.0  # between the end of the event pipe and the end of the process
@@ -142,7 +145,17 @@ def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
 
 def spawn_worker(config: Config) -> AbstractAsyncContextManager[Worker]:
     """Open a worker process for ``config``; raises WorkerHandshakeError on entry."""
-    return open_worker(hello_timeout_s=config.engine.hello_timeout_s, on_stderr=worker_logger.info)
+    return open_worker(hello_timeout_s=config.engine.hello_timeout_s, on_stderr=log_worker_line)
+
+
+def log_worker_line(line: str) -> None:
+    """A line of the worker's stderr, at the level it names; what names none is information."""
+    name, _, text = line.partition(" ")
+    level = WORKER_LEVELS.get(name)
+    if level is None:
+        worker_logger.info("%s", line)
+    else:
+        worker_logger.log(level, "%s", text)
 
 
 class Supervisor:
