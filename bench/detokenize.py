@@ -1,8 +1,8 @@
 """What does the text of one output token cost in the parent, and does it stay flat?
 
 Feeds ids one at a time through TextStream (detokenizer, stop strings, log probabilities) and
-prints microseconds of CPU time per token for answers of 200, 2,000 and 20,000 tokens as JSON. Without
-``--tokenizer`` a small byte-level one is trained on the spot; cost hardly depends on it.
+prints microseconds of CPU time per token for answers of 200, 2,000 and 20,000 tokens as JSON.
+Without ``--tokenizer`` a small byte-level one is trained on the spot; cost hardly depends on it.
 
     python bench/detokenize.py [--tokenizer tokenizer.json] [--repeat 5]
 """

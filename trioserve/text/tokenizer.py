@@ -20,6 +20,8 @@ from trioserve.text.token_bytes import (
     shrink_factor,
 )
 
+_CHUNK_CHARS = 1 << 16
+
 
 class _ModelPart(msgspec.Struct):
     type: str | None = None
@@ -102,18 +104,26 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def min_num_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str, enough: int | None = None) -> int:
         """A cheap lower bound of ``len(encode(text))``: refuse hopeless texts by it.
+
+        Counting stops once the bound is ``enough``, so that the cost for a very long text depends
+        on what fits and not on what came: give the context length plus one.
 
         Bytes that the vocabulary lacks are not counted, since byte-level tokenizers drop them.
         0 where nothing is known: normalizers that delete or strip, pre-tokenizers that throw
         white space away, tokens that swallow the white space around them, and unknown characters
         merged into one token all make long texts into few tokens.
         """
-        data = text.encode(errors="surrogatepass")
-        if self._vanishing:
-            data = data.translate(None, self._vanishing)
-        return math.ceil(len(data) / self.max_token_bytes)
+        if self.max_token_bytes == math.inf:
+            return 0
+        num_bytes = 0
+        for start in range(0, len(text), _CHUNK_CHARS):
+            data = text[start : start + _CHUNK_CHARS].encode(errors="surrogatepass")
+            num_bytes += len(data.translate(None, self._vanishing) if self._vanishing else data)
+            if enough is not None and num_bytes > (enough - 1) * self.max_token_bytes:
+                break
+        return math.ceil(num_bytes / self.max_token_bytes)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for inside a text; empty for ids without a token.

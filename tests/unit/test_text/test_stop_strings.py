@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trioserve.errors import InvalidRequest
+from trioserve.sampling_params import MAX_STOP_CHARS, SamplingParams
 from trioserve.text.stop_strings import StopMatcher
 
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -95,6 +97,13 @@ def test_after_a_match_nothing_comes() -> None:
     assert matcher.push("axb") == ("a", "x")
     assert matcher.push("more") == ("", "x")
     assert matcher.finish() == ""
+
+
+def test_stop_strings_have_a_greatest_length() -> None:
+    SamplingParams(stop=("x" * MAX_STOP_CHARS,)).validate(vocab_size=10)
+    with pytest.raises(InvalidRequest, match="at most 1024 characters") as caught:
+        SamplingParams(stop=("a", "x" * (MAX_STOP_CHARS + 1))).validate(vocab_size=10)
+    assert caught.value.param == "stop"
 
 
 def test_without_stops_all_passes() -> None:

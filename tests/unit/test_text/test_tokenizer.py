@@ -163,6 +163,14 @@ def test_pf_01_bound_holds(all_tokenizers: dict[str, Tokenizer], text: str) -> N
         assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, False))
 
 
+def test_pf_01_counting_stops_when_it_is_enough(byte_level: Tokenizer) -> None:
+    text = "x" * 5_000_000
+    full, early = byte_level.min_num_tokens(text), byte_level.min_num_tokens(text, enough=100)
+    assert full == math.ceil(len(text) / byte_level.max_token_bytes)
+    assert 100 <= early < full / 50
+    assert byte_level.min_num_tokens("the dog", enough=100) == byte_level.min_num_tokens("the dog")
+
+
 def test_pf_01_bound_holds_for_every_token_of_the_vocabulary(any_tokenizer: Tokenizer) -> None:
     for token_id in range(any_tokenizer.vocab_size):
         assert len(any_tokenizer.token_bytes(token_id)) <= any_tokenizer.max_token_bytes
