@@ -47,7 +47,7 @@ def _q4_1(blocks: Tensor, out: Tensor) -> None:
 
 def _nibbles(packed: Tensor, out: Tensor) -> None:
     # Eight bytes at a time: torch's cost is per element, and per row of a strided slice.
-    words = packed.contiguous().view(torch.int64)
+    words = packed.clone(memory_format=torch.contiguous_format).view(torch.int64)
     halves = torch.stack((words, words >> 4), 1).bitwise_and_(0x0F0F0F0F0F0F0F0F)
     out.copy_(halves.view(torch.uint8).view(out.shape))
 
