@@ -16,10 +16,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The worker's inbox.
-MAY_START_THREADS = {"trioserve/ipc/child.py"}
-BANNED_MODULES = {"asyncio", "multiprocessing", "concurrent", "pickle", "_thread"}
-BANNED_CALLS = {"spawn_system_task", "start_thread_soon", "start_guest_run", "fork", "forkpty"}
+MAY_START_THREADS = {
+    "trioserve/ipc/child.py",  # the worker's inbox
+    "trioserve/models/weights.py",  # loads layers side by side and waits for all of them
+}
+THREAD_MODULES = {"concurrent", "_thread"}
+BANNED_MODULES = {"asyncio", "multiprocessing", "pickle"}
+THREAD_NAMES = {"Thread", "Timer"}
+BANNED_NAMES = {"spawn_system_task", "start_thread_soon", "start_guest_run", "fork", "forkpty"}
 TENSOR_MODULES = {"torch", "transformers", "numpy", "numba", "safetensors", "triton"}
 PARENT_PACKAGES = ("cli", "config", "engine", "http", "ipc", "text")
 PARENT_MODULES = {"__init__.py", "__main__.py", "errors.py", "logs.py", "main.py"}
@@ -32,18 +36,29 @@ def faults(name: str, source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source, name)):
         for module in imported(node):
             top = module.partition(".")[0]
-            if top in BANNED_MODULES:
+            threads = top in THREAD_MODULES and name not in MAY_START_THREADS
+            if top in BANNED_MODULES or threads:
                 yield node.lineno, f"imports {module}"  # type: ignore[attr-defined]
             if top in TENSOR_MODULES and is_parent(name):
                 yield node.lineno, f"imports {module} in the parent"  # type: ignore[attr-defined]
         if isinstance(node, ast.Global):
             yield node.lineno, f"global {', '.join(node.names)}"
-        if isinstance(node, ast.Name | ast.Attribute):
-            used = node.id if isinstance(node, ast.Name) else node.attr
-            if used in BANNED_CALLS:
-                yield node.lineno, f"uses {used}"
-            if used in ("Thread", "Timer") and name not in MAY_START_THREADS:
-                yield node.lineno, f"uses {used}: a thread that architecture.md does not have"
+        for used, line in names(node):
+            if used in BANNED_NAMES:
+                yield line, f"uses {used}"
+            if used in THREAD_NAMES and name not in MAY_START_THREADS:
+                yield line, f"uses {used}: a thread that architecture.md does not have"
+
+
+def names(node: ast.AST) -> list[tuple[str, int]]:
+    """What a name, an attribute or an import from a module calls up, with its line."""
+    if isinstance(node, ast.Name):
+        return [(node.id, node.lineno)]
+    if isinstance(node, ast.Attribute):
+        return [(node.attr, node.lineno)]
+    if isinstance(node, ast.ImportFrom):
+        return [(alias.name, alias.lineno) for alias in node.names]
+    return []
 
 
 def imported(node: ast.AST) -> list[str]:
