@@ -5,16 +5,21 @@ Works without a package index: nothing is built in isolation and nothing is fetc
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = (
@@ -85,6 +90,32 @@ def test_wheel_holds_every_module_and_the_type_marker(checkout: Path, wheel: Pat
     assert {name for name in names if name.endswith(".py")} == modules_in(checkout)
     assert "trioserve/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_what_is_imported_is_declared(checkout: Path) -> None:
+    """Each distribution that trioserve imports itself is asked for by name, not through another."""
+    with (checkout / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    texts = [*project["dependencies"]]
+    for extra in ("triton", "transformers"):  # imported where they are installed
+        texts += project["optional-dependencies"][extra]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    homes = packages_distributions()
+    for path in [*checkout.glob("trioserve/**/*.py"), *checkout.glob("kernels/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for module in imported(node) - sys.stdlib_module_names - {"trioserve"}:
+                # triton has no distribution where it is not installed.
+                names = {canonicalize_name(name) for name in homes.get(module, [module])}
+                assert names & declared, f"{path.relative_to(checkout)} imports {module}"
+
+
+def imported(node: ast.AST) -> set[str]:
+    """The top-level modules that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return {node.module.partition(".")[0]}
+    return set()
 
 
 def test_sdist_makes_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
