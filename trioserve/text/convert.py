@@ -132,9 +132,12 @@ def main(arguments: list[str]) -> int:
 
     source, out_dir = Path(arguments[0]), Path(arguments[1])
     try:
-        text = json.dumps(convert(source), ensure_ascii=False)
-        # The library has the last word on whether it can be read.
-        tokenizer = Tokenizer.from_str(text)
+        made = convert(source)
+        # The library has the last word on whether it can be read, and as what.
+        tokenizer = Tokenizer.from_str(json.dumps(made, ensure_ascii=False))
+        for token in made["added_tokens"]:
+            if tokenizer.token_to_id(token["content"]) != token["id"]:
+                raise ModelError(f"token {token['content']} cannot have the id {token['id']}")
     except Exception as error:
         # Own errors are one line already; the library raises bare Exceptions.
         print(" ".join(str(error).split()), file=sys.stderr)

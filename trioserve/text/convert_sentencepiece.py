@@ -14,7 +14,7 @@ from typing import Any
 from attrs import field, frozen
 
 from trioserve.errors import ModelError
-from trioserve.models.files import read_error, read_object_if_there
+from trioserve.models.files import read_error, read_object_if_there, refuse_pointer
 from trioserve.text.tokenizer_json import (
     Object,
     added_token,
@@ -68,6 +68,7 @@ def from_sentencepiece(path: Path) -> Object:
         raw = path.read_bytes()
     except OSError as error:
         raise read_error(path, error) from error
+    refuse_pointer(path, raw)
     try:
         model = parse(raw)
     except (ValueError, IndexError, KeyError, struct.error) as error:
@@ -78,7 +79,7 @@ def from_sentencepiece(path: Path) -> Object:
     added = _added_tokens(model, settings, path)
     first = sequence("normalizers", *_first_steps(model)) if _first_steps(model) else None
     return tokenizer_object(
-        _model(model),
+        _model(model, added),
         added,
         normalizer=sentencepiece_normalizer(add_prefix=model.add_prefix, first=first),
         pre_tokenizer=None,
@@ -101,7 +102,7 @@ def _first_steps(model: SentencePiece) -> list[Object]:
     return steps
 
 
-def _model(model: SentencePiece) -> Object:
+def _model(model: SentencePiece, added: list[Object]) -> Object:
     if model.model_type == UNIGRAM:
         return {
             "type": "Unigram",
@@ -112,6 +113,8 @@ def _model(model: SentencePiece) -> Object:
     ids: dict[str, int] = {}
     for token_id, piece in enumerate(model.pieces):
         ids.setdefault(piece.text, token_id)
+    for token in added:  # in the vocabulary it keeps its id; outside it would get the next free one
+        ids.setdefault(token["content"], token["id"])
     scores = {piece.text: piece.score for piece in model.pieces if piece.kind == NORMAL}
     return bpe_model(
         ids,
