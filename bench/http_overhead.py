@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import platform
-import subprocess
 import sys
 import time
 from typing import Any

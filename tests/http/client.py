@@ -53,7 +53,8 @@ async def serving(
     engine = engine or FakeEngine()
     config = Config(http=HttpConfig(port=0, **http))
     listeners = bind(config.http)
-    port = listeners[0].socket.getsockname()[1]
+    name = listeners[0].socket.getsockname()
+    port = name[1] if isinstance(name, tuple) else 0
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             served = Served(engine, port, trio.Event(), [], nursery.cancel_scope, trio.Event())

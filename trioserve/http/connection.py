@@ -9,6 +9,7 @@ each with its test.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -68,6 +69,20 @@ class ClientStream:
         self._stream = stream
         self._send_timeout_s = send_timeout_s
         self.timed_out = False
+
+    def try_send(self, data: bytes) -> int:
+        """Send what the kernel takes at once; returns how many bytes that was.
+
+        Zero also where the client is gone: ``send_all`` then says so. Skips all that makes a send
+        wait well, which costs more than the send itself.
+        """
+        fileno = getattr(self.socket, "fileno", None)
+        if fileno is None:
+            return 0
+        try:
+            return os.write(fileno(), data)
+        except OSError:
+            return 0
 
     async def send_all(self, data: bytes) -> None:
         """Send everything; each piece has the deadline to itself.
@@ -194,6 +209,7 @@ class H11Only(H11Protocol):
         self.can_read: _ReadAhead = read_ahead
         self.exchange: Exchange | None = None
         self._http2 = http2
+        self._held = b""  # a response's head, until the first of its body goes with it
 
     @property
     def has_all(self) -> bool:
@@ -223,7 +239,22 @@ class H11Only(H11Protocol):
     async def _write_chunk(self, data: bytes) -> None:
         # What h11 makes of a Data event under chunked transfer coding, without its state machine:
         # a Data event changes no state.
-        await self.send(RawData(b"%x\r\n%b\r\n" % (len(data), data)))
+        held, self._held = self._held, b""
+        await self.send(RawData(b"%b%x\r\n%b\r\n" % (held, len(data), data)))
+
+    async def _send_h11_event(self, event: Any) -> None:
+        try:
+            data = self.connection.send(event)
+        except h11.LocalProtocolError:
+            if self.connection.their_state is not h11.ERROR:
+                raise
+            return
+        if isinstance(event, h11.Response):
+            self._held = data
+            return
+        held, self._held = self._held, b""
+        if held or data:
+            await self.send(RawData(held + data))
 
     def _is_chunked(self) -> bool:
         writer = getattr(self.connection, "_writer", None)
@@ -357,7 +388,13 @@ class Connection(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         """Carry out what the protocol asks: send, close, or mind the idle timer."""
-        if isinstance(event, Closed):
+        if isinstance(event, RawData):
+            data = event.data
+            if not self.send_lock.locked():
+                data = data[self.stream.try_send(data) :]
+            if data:
+                await super().protocol_send(RawData(data))
+        elif isinstance(event, Closed):
             await self._begin_close()
         elif not (self._input_ended and isinstance(event, Updated)):
             await super().protocol_send(event)

@@ -182,10 +182,12 @@ def _read_stream_options(fields: Fields, stream: bool) -> bool:
 
 
 def _read_rest(fields: Fields, neutral: dict[str, Callable[[Any], bool]]) -> None:
-    for name, is_neutral in (SHARED_NEUTRAL | neutral).items():
-        fields.neutral(name, is_neutral)
-    for name in WITHOUT_EFFECT:
-        fields.value(name)
+    for name in fields.unread():
+        is_neutral = SHARED_NEUTRAL.get(name) or neutral.get(name)
+        if is_neutral is not None:
+            fields.neutral(name, is_neutral)
+        elif name in WITHOUT_EFFECT:
+            fields.value(name)
 
 
 def _chat_max_tokens(fields: Fields) -> int | None:
