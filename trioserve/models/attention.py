@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -227,9 +226,8 @@ def make_backend(
     """
     if wanted == "torch":
         return TorchAttention(specs, block_size)
-    make: Callable[[], AttentionBackend] = lambda: NumbaAttention(specs, block_size, threads)
     try:
-        return make()
+        return NumbaAttention(specs, block_size, threads)
     except Exception as error:  # a compiler has many ways to fail
         cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] or 'no message'}"
         if wanted == "numba":

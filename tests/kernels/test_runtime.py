@@ -1,0 +1,141 @@
+"""Compiling, caching, the team, and what happens where numba does not work."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+from trioserve.errors import ModelError
+from trioserve.kernels.cpu import runtime, simd
+from trioserve.kernels.cpu.runtime import Team, next_unit, team_barrier, thread_index
+from trioserve.models.attention import KVCacheSpec, make_backend
+
+SPEC = KVCacheSpec(num_heads=2, num_kv_heads=1, head_dim=8)
+
+
+class Params(ctypes.Structure):
+    _fields_ = [("seen", ctypes.c_int64), ("counter", ctypes.c_int64), ("total", ctypes.c_int64)]
+
+
+def count_off(params):
+    """Each thread marks itself; after the barrier all see all; units are given out once."""
+    p = numba.carray(params, 1)[0]
+    seen = numba.carray(simd.int64s(p.seen), p.total + 64)
+    seen[thread_index()] = 1
+    team_barrier()
+    seen[8 + thread_index()] = seen[0] + seen[1]
+    while True:
+        unit = next_unit(p.counter)
+        if unit >= p.total:
+            break
+        seen[64 + unit] += 1
+
+
+def test_a_team_divides_its_work():
+    kernel = Team(2, None).compile(count_off, Params)
+    seen, counter = np.zeros(64 + 1000, np.int64), np.zeros(1, np.int64)
+    kernel(Params(seen.ctypes.data, counter.ctypes.data, 1000))
+    assert seen[:2].tolist() == [1, 1]
+    assert seen[8:10].tolist() == [2, 2]
+    assert (seen[64:] == 1).all()
+
+
+def test_one_thread_is_the_caller():
+    kernel = Team(1, None).compile(count_off, Params)
+    seen, counter = np.zeros(64 + 10, np.int64), np.zeros(1, np.int64)
+    kernel(Params(seen.ctypes.data, counter.ctypes.data, 10))
+    assert seen[:2].tolist() == [1, 0]
+    assert (seen[64:] == 1).all()
+
+
+def test_no_cache_where_nothing_can_be_written(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert runtime.cache_directory() is None
+    assert "compiled kernels are not kept" in caplog.text
+
+
+def test_a_damaged_cache_is_passed_over(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = runtime.cache_directory()
+    first = Team(1, cache)
+    first.compile(count_off, Params)
+    assert (first.num_compiled, first.num_loaded) == (1, 0)
+    damaged = list(Path(cache).rglob("*.nb[ci]"))
+    assert damaged
+    for file in damaged:
+        file.write_bytes(file.read_bytes()[:40])
+    second = Team(1, cache)
+    second.compile(count_off, Params)
+    assert (second.num_compiled, second.num_loaded) == (1, 0)
+
+
+START = """
+import ctypes, sys
+import numba
+from trioserve.kernels.cpu import runtime, simd
+
+class Params(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_int64)]
+
+def kernel(params):
+    p = numba.carray(params, 1)[0]
+    runtime.team_barrier()
+    numba.carray(simd.int64s(p.out), 1)[0] = 7 + runtime.thread_index()
+
+team = runtime.Team(2, runtime.cache_directory())
+print("ready", flush=True)
+sys.stdin.readline()
+out = ctypes.c_int64()
+team.compile(kernel, Params)(Params(ctypes.addressof(out)))
+print(team.threads, team.num_compiled, team.num_loaded, out.value, flush=True)
+"""
+
+
+def test_servers_starting_together_share_a_cache(tmp_path):
+    """Also: without torch there is no OpenMP, and the kernels run on the caller."""
+    script = tmp_path / "start.py"
+    script.write_text(START)
+
+    def start():
+        return subprocess.Popen(
+            [sys.executable, str(script)],
+            env={"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    together = [start(), start()]
+    for process in together:
+        assert process.stdout.readline() == "ready\n"
+    results = [process.communicate("go\n", timeout=100)[0] for process in together]
+    assert all(result in ("1 1 0 7\n", "1 0 1 7\n") for result in results), results
+    assert start().communicate("go\n", timeout=100)[0] == "ready\n1 0 1 7\n"
+
+
+def test_without_numba_torch_takes_over(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "trioserve.kernels.cpu.paged_attention", None)
+    with caplog.at_level(logging.WARNING):
+        assert make_backend("auto", [SPEC], 16, 1).name == "torch"
+    assert "torch takes over" in caplog.text
+    with pytest.raises(ModelError, match=r"\[kernels\] attention = numba does not work here"):
+        make_backend("numba", [SPEC], 16, 1)
+
+
+def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("LLVM says no\nat length")
+
+    monkeypatch.setattr(numba, "cfunc", fail)
+    assert make_backend("auto", [SPEC], 16, 1).name == "torch"
+    assert "LLVM says no" in caplog.text
+    with pytest.raises(ModelError, match="RuntimeError: LLVM says no"):
+        make_backend("numba", [SPEC], 16, 1)
