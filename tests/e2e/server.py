@@ -120,8 +120,10 @@ def write_config(directory: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def start(directory: Path, *arguments: str, **sections: dict[str, Any]) -> Server:
-    """Start a server; does not wait for anything."""
+def start(
+    directory: Path, *arguments: str, env: dict[str, str] | None = None, **sections: dict[str, Any]
+) -> Server:
+    """Start a server; does not wait for anything. ``env`` is added to ours."""
     port = free_port()
     sections.setdefault("http", {}).setdefault("port", port)
     config = write_config(directory, **sections)
@@ -133,15 +135,17 @@ def start(directory: Path, *arguments: str, **sections: dict[str, Any]) -> Serve
             stderr=stderr,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **(env or {})},
         )
     return Server(process, log, sections["http"]["port"])
 
 
 @contextlib.contextmanager
-def running(directory: Path, *arguments: str, **sections: dict[str, Any]) -> Iterator[Server]:
+def running(
+    directory: Path, *arguments: str, env: dict[str, str] | None = None, **sections: dict[str, Any]
+) -> Iterator[Server]:
     """A server that is ready; stopped at the end if the test has not done it."""
-    server = start(directory, *arguments, **sections)
+    server = start(directory, *arguments, env=env, **sections)
     try:
         server.wait_ready()
         yield server
