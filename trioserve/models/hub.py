@@ -6,6 +6,7 @@ child keeps the hub's own cache, which is shared with other programs, and its of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -42,13 +43,14 @@ async def fetch_snapshot(
             partial(
                 trio.run_process,
                 command,
-                stdin=request.encode(),
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 check=False,
                 deliver_cancel=_kill,
             )
         )
+        nursery.start_soon(_ask, process.stdin, request)
         nursery.start_soon(_read_answers, process.stdout, what, answers, progress)
         nursery.start_soon(_read_all, process.stderr, errors)
     return _outcome(what, answers, bytes(errors), process.returncode)
@@ -65,6 +67,12 @@ def _outcome(
     lines = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
     cause = lines[-1].strip() if lines else f"the download ended with status {returncode}"
     raise ModelError(f"cannot fetch {what}: {cause}")
+
+
+async def _ask(stream: trio.abc.SendStream, request: str) -> None:
+    """One line; the stream stays open, for it is the child's lifeline too."""
+    with contextlib.suppress(trio.BrokenResourceError):  # a child that died has said why
+        await stream.send_all(request.encode() + b"\n")
 
 
 async def _kill(process: trio.Process) -> None:

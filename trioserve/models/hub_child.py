@@ -1,6 +1,7 @@
 """The child of ``trioserve.models.hub``: one snapshot download, then gone.
 
-Reads a request as JSON on stdin and writes JSON lines on stdout: ``{"num_bytes", "total_bytes"}``
+Reads a request as one JSON line on stdin, which is its lifeline then, and writes JSON lines on
+stdout: ``{"num_bytes", "total_bytes"}``
 while it downloads, then ``{"path"}`` or ``{"error"}``.
 """
 
@@ -15,14 +16,19 @@ import threading
 import time
 from typing import Any
 
+from trioserve.models.lifeline import die_with_parent
+
 # Weights as safetensors, and text. Never a pickle, never Python.
 PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja")
+# Other forms of the same weights, and what is not at the top.
+IGNORED = ("*/*", "consolidated*.safetensors")
 REPORT_EVERY_S = 0.2
 
 
 def main() -> int:
     """Exit status 0 with a path, 1 with an error."""
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
+    die_with_parent()
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         path = download(request["repository"], request["revision"], request["token"])
@@ -41,6 +47,7 @@ def download(repository: str, revision: str | None, token: str | None) -> str:
         "revision": revision,
         "token": token,
         "allow_patterns": list(PATTERNS),
+        "ignore_patterns": list(IGNORED),
         "tqdm_class": progress_bar(),
     }
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):

