@@ -45,6 +45,7 @@ def child_env() -> Callable[[str], dict[str, str]]:
     """The environment in which ``child`` and ``parent`` are found and play ``fault``."""
 
     def make(fault: str = "") -> dict[str, str]:
-        return os.environ | {"PYTHONPATH": str(CHILDREN), "FAULT": fault}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        return inherited | {"PYTHONPATH": str(CHILDREN), "FAULT": fault}
 
     return make

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -33,6 +35,7 @@ from trioserve.ipc.messages import (
     Exit,
     Hello,
     Init,
+    ReadyInfo,
     StepOutput,
     StepStats,
     TokenLogprobs,
@@ -260,3 +263,18 @@ async def test_discard_reads_to_the_end_and_gives_way_to_another_reader() -> Non
         await trio.testing.wait_all_tasks_blocked()
         await reader.discard()
         nursery.cancel_scope.cancel()
+
+
+def test_docs_messages_names_every_message_and_field() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "messages.md").read_text()
+    structs = [
+        *(part for union in (Command, Event) for part in get_args(union)),
+        *(ReadyInfo, Delta, TokenLogprobs, StepStats),
+    ]
+    for struct in structs:
+        fields = [field.encode_name for field in msgspec.structs.fields(struct)]
+        tag = struct.__struct_config__.tag
+        # One row each: its tag where it has one, its name, its fields in order and no others.
+        start = f"| `{tag}` | {struct.__name__}" if tag else f"| {struct.__name__}"
+        (row,) = [line for line in text.splitlines() if re.match(re.escape(start) + r"\b", line)]
+        assert re.findall(r"`(\w+)`", row.split("|")[3 if tag else 2]) == fields

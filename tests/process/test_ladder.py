@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Awaitable, Callable
 
@@ -19,7 +21,7 @@ from trioserve.errors import WorkerDied, WorkerStalled
 from trioserve.ipc.fake import FakeProcess, FakeWorker, fake_endpoints
 from trioserve.ipc.messages import PROTOCOL, Check, Checked, Exit, Hello, Stage
 from trioserve.ipc.process import Worker, attach, open_worker
-from trioserve.ipc.spawn import adopt
+from trioserve.ipc.spawn import Endpoints, adopt, spawn
 from trioserve.ipc.status_page import create_page, group_members, process_cpu_seconds, process_state
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -239,10 +241,21 @@ async def test_kill_ends_the_worker_without_leaving_the_scope(child_env: Env) ->
 
 
 async def test_a_worker_blocked_on_a_full_event_pipe_still_hears_the_end(child_env: Env) -> None:
-    async with open_worker("child", env=child_env("event flood"), grace_s=30) as worker:
-        await trio.testing.wait_all_tasks_blocked()
+    endpoints = spawn("child", env=child_env("event flood"))
+    assert isinstance(endpoints.events, trio.lowlevel.FdStream)
+    async with attach(endpoints, hello_timeout_s=30, grace_s=30) as worker:
+        with trio.fail_after(20):
+            # A pipe holds 65,536 bytes; what is in it cannot be awaited.
+            while num_unread(endpoints.events.fileno()) < 60_000:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        left = trio.current_time()
+    assert trio.current_time() - left < 20
     assert worker.returncode == 0
     assert worker.last_stderr() == ["saw the end"]
+
+
+def num_unread(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 @pytest.mark.parametrize("leave_by", ["end", "error", "exit of the leader"])
@@ -355,23 +368,18 @@ async def test_a_cancel_at_any_step_leaves_nothing(child_env: Env) -> None:
     assert num_steps > 10
 
 
-@pytest.mark.parametrize("fault", ["", "deaf"])
-async def test_sd_01_an_adopted_worker_is_put_down_without_its_group(
-    child_env: Env, fault: str
-) -> None:
-    """Start one as somebody else would and hand its descriptors over.
-
-    It is in the group of this very test, which must not be killed along with it.
-    """
+def start_otherwise(env: dict[str, str], stdout: int) -> tuple[subprocess.Popen[bytes], Endpoints]:
+    """Start a worker as somebody else would, and take it over."""
     command_read, command_write = os.pipe()
     event_read, event_write = os.pipe()
     lifeline_read, lifeline_write = os.pipe()
     page = create_page()
     fds = (command_read, event_write, lifeline_read, page)
-    other = subprocess.Popen(  # noqa: ASYNC220
+    other = subprocess.Popen(
         [sys.executable, "-P", "-m", "child", "--fds", ",".join(map(str, fds))],
-        env=child_env(fault),
+        env=env,
         pass_fds=fds,
+        stdout=stdout,
         stderr=subprocess.DEVNULL,
     )
     for fd in (command_read, event_write, lifeline_read):
@@ -384,6 +392,26 @@ async def test_sd_01_an_adopted_worker_is_put_down_without_its_group(
         lifeline_fd=lifeline_write,
         status_fd=page,
     )
+    return other, endpoints
+
+
+async def test_what_is_printed_stays_off_stdout_whoever_starts_the_worker(child_env: Env) -> None:
+    read, write = os.pipe()
+    other, endpoints = start_otherwise(child_env("prints"), stdout=write)
+    os.close(write)
+    async with attach(endpoints, hello_timeout_s=30) as worker:
+        await round_trip(worker)
+    assert os.read(read, 1000) == b""
+    os.close(read)
+    assert other.wait() == 0
+
+
+@pytest.mark.parametrize("fault", ["", "deaf"])
+async def test_sd_01_an_adopted_worker_is_put_down_without_its_group(
+    child_env: Env, fault: str
+) -> None:
+    """It is in the group of this very test, which must not be killed along with it."""
+    other, endpoints = start_otherwise(child_env(fault), stdout=subprocess.DEVNULL)
     async with attach(endpoints, hello_timeout_s=30, grace_s=0.1) as worker:
         assert worker.pid == other.pid
         assert os.getpgid(worker.pid) == os.getpgrp()

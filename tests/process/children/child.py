@@ -91,7 +91,9 @@ def after_hello(channel):
         grandchild = subprocess.Popen(["sleep", "1000"])
         channel.send(Stage("python", "progress", detail=str(grandchild.pid)))
     elif FAULT == "open files":
-        held = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True)
+        held = subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False
+        )
         channel.send(Stage("python", "progress", detail=held.stdout))
     elif FAULT == "modules":
         channel.send(Stage("python", "progress", detail=" ".join(sys.modules)))
