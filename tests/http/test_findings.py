@@ -113,12 +113,18 @@ async def test_f01_connection_that_fails_ends_alone(
         assert b"trioserve_http_connection_failures_total 1.0" in metrics.body
 
 
-async def test_f01_http2_when_switched_on() -> None:
+@pytest.mark.parametrize("draining", [False, True])
+async def test_f01_http2_when_switched_on(draining: bool) -> None:
     import h2.connection
     import h2.events
 
-    async with serving(http2=True) as served:
-        client = await served.connect()
+    engine = FakeEngine(script=None)
+    async with serving(engine, http2=True) as served:
+        client, other = await served.connect(), await served.connect()
+        if draining:
+            await other.send("POST", "/v1/completions", STREAM)
+            await engine.submitted()
+            served.stopping.set()
         connection = h2.connection.H2Connection()
         connection.initiate_connection()
         connection.send_headers(

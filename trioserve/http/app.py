@@ -45,7 +45,6 @@ def make_app(engine: EngineApi, config: Config, stopping: trio.Event) -> App:
     app = App("trioserve", static_folder=None)
     app.url_map.merge_slashes = False  # a redirect for //v1/... helps nobody
     app.config.update(
-        RESPONSE_TIMEOUT=None,  # it would cut streams
         BODY_TIMEOUT=config.http.body_timeout_s,
         MAX_CONTENT_LENGTH=config.http.max_body_bytes,
         PROPAGATE_EXCEPTIONS=None,

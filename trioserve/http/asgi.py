@@ -79,8 +79,6 @@ class RequestConnection(TrioASGIHTTPConnection):
             shared["request"] = state
             self.scope["state"] = cast(Any, shared)
             lifetime.callback(self._account, state, started)
-            # Whatever way the call ends, a reader that holds the end of input back is let go.
-            lifetime.callback(exchange.end)
             request = self._create_request_from_scope(send)
             async with trio.open_nursery() as nursery:
                 state.nursery = nursery
@@ -96,7 +94,7 @@ class RequestConnection(TrioASGIHTTPConnection):
         state.route = request.url_rule.rule if request.url_rule is not None else None
         state.status = response.status_code
         response.headers["X-Request-Id"] = state.id
-        if self.app.context.stopping.is_set():
+        if self.app.context.stopping.is_set() and request.http_version.startswith("1"):
             response.headers["Connection"] = "close"
         await self._send(send, response, state.exchange)
         nursery.cancel_scope.cancel()

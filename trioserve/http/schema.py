@@ -7,7 +7,7 @@ of fields in docs/http.md is held to this module by a test.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -29,12 +29,15 @@ class GenerationRequest:
     """What both routes have in common.
 
     Attributes:
+        prompt_field: the field that holds the prompt.
         model: as asked, empty for the served one.
         sampling: for the first choice; choice i is seeded with seed + i. ``max_tokens`` is None
             where it was not given and the route has no default.
         num_choices: n.
         ignored: names of unknown fields.
     """
+
+    prompt_field: ClassVar[str] = "prompt"
 
     model: str
     sampling: SamplingParams
@@ -66,6 +69,8 @@ class CompletionRequest(GenerationRequest):
 @attrs.frozen(kw_only=True)
 class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``; ``messages`` as given, their shape checked."""
+
+    prompt_field: ClassVar[str] = "messages"
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool

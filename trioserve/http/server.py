@@ -166,5 +166,4 @@ def _hypercorn_config(http: HttpConfig) -> HypercornConfig:
     config.include_server_header = False
     config.keep_alive_timeout = http.keep_alive_timeout_s
     config.keep_alive_max_requests = 10**9
-    config.read_timeout = None
     return config

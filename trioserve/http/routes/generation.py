@@ -150,7 +150,7 @@ class GenerationRoutes:
                     f"the prompt has {len(prompt)} tokens and the context"
                     f" {self._engine.max_model_len}, which leaves no room for an answer; shorten"
                     " it",
-                    param="messages" if len(prompts) == 1 and "chat" in request.path else "prompt",
+                    param=body.prompt_field,
                 )
             for choice in range(body.num_choices):
                 sampling = body.sampling_of(choice)
