@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -49,6 +50,8 @@ class Stopping:
 
 def run(loaded: LoadedConfig) -> int:
     """Serve until told to stop; returns the exit code of design and docs/lifecycle.md."""
+    # One text at a time is tokenized, in a thread of ours: a pool per process would idle.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     console = make_console(loaded)
     set_up_logging(loaded.config.log, console)
     stopping = Stopping()

@@ -503,7 +503,7 @@ async def test_watchdog_tells_busy_from_stuck(
         await trio.sleep_forever()
 
     workers = Workers(script)
-    with pytest.raises(WorkerStalled, match="step 2 has taken"):
+    with pytest.raises(WorkerStalled, match=r"step \(step 2\) has taken"):
         async with open_engine(make_config(), worker_factory=workers):
             await trio.sleep_forever()
     assert 410 < trio.current_time() < 420

@@ -185,7 +185,7 @@ class Engine:
             ContextLengthExceeded: the text cannot fit, whatever the tokenizer makes of it.
         """
         tokenizer, limit = self.tokenizer, self.max_model_len
-        least = tokenizer.min_num_tokens(text)
+        least = tokenizer.min_num_tokens(text, limit + 1)
         if least > limit:
             raise ContextLengthExceeded(
                 f"the maximum context length is {limit} tokens; a prompt of {len(text)} "
@@ -212,11 +212,14 @@ class Engine:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template"
             )
+        kwargs = dict(template_kwargs or {})
+        if "add_generation_prompt" in kwargs:
+            raise InvalidRequest(
+                "add_generation_prompt is a field of its own",
+                param="chat_template_kwargs.add_generation_prompt",
+            )
         render = partial(
-            self._template.render,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            **(template_kwargs or {}),
+            self._template.render, messages, add_generation_prompt=add_generation_prompt, **kwargs
         )
         text = await self._off_loop(text_length(messages), render)
         return await self.encode_prompt(text, add_special_tokens=False)

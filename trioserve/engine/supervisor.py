@@ -28,6 +28,7 @@ from trioserve.engine.engine import Engine
 from trioserve.engine.watchdog import watch_worker
 from trioserve.errors import (
     EngineDied,
+    ModelError,
     RequestCut,
     RequestFailed,
     StartupError,
@@ -257,7 +258,9 @@ class Supervisor:
         except* TrioserveError as group:
             error = first_error(group)
         if error is not None:
-            raise StartupError(self._engine.running_stage, str(error)) from error
+            # The tokenizer and the template belong to what was inspected, though read after it.
+            stage = "inspect" if result is not None else self._engine.running_stage
+            raise StartupError(stage, str(error)) from error
         return result if self._engine.has_model else None
 
 
@@ -382,6 +385,8 @@ class Incarnation:
 def load_text(model: ResolvedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     """The parent's half of a model. Raises ModelError."""
     tokenizer = Tokenizer(model.tokenizer_path)
+    if tokenizer.decoder_fault is not None and "generate" in model.spec.tasks:
+        raise ModelError(tokenizer.decoder_fault)
     if model.chat_template is None:
         return tokenizer, None
     return tokenizer, ChatTemplate(model.chat_template, model.bos_token, model.eos_token)

@@ -15,6 +15,7 @@ import trio
 from trioserve.config.schema import Config
 from trioserve.errors import StartupError, WorkerStalled
 from trioserve.ipc.process import Worker
+from trioserve.ipc.status_page import explain, judge, process_cpu_seconds
 
 logger = logging.getLogger("trioserve.watchdog")
 
@@ -43,8 +44,11 @@ async def watch_worker(worker: Worker, config: Config, watched: Watched) -> None
         StartupError: start-up made no progress.
         WorkerStalled: an operation is over its budget.
     """
+    interval_s = config.watchdog.interval_s
+    cpu_s = process_cpu_seconds(worker.pid) or 0.0
     while True:
-        await trio.sleep(config.watchdog.interval_s)
+        await trio.sleep(interval_s)
+        cpu_before, cpu_s = cpu_s, process_cpu_seconds(worker.pid) or cpu_s
         if not watched.ready:
             silent_s = trio.current_time() - watched.progress_s
             if silent_s > config.engine.startup_silence_s:
@@ -55,21 +59,11 @@ async def watch_worker(worker: Worker, config: Config, watched: Watched) -> None
                     "stage may take so long",
                 )
             continue
-        if config.watchdog.enabled and (stalled := describe_stall(worker)):
+        status, now = worker.status.read(), time.monotonic()
+        if config.watchdog.enabled and judge(status, cpu_s, cpu_before, now) == "over budget":
+            stalled = explain(status, cpu_s, cpu_before, interval_s, now)
             await _dump_stacks(worker)
-            raise WorkerStalled(stalled)
-
-
-def describe_stall(worker: Worker) -> str | None:
-    """One line if the operation on the status page is over its budget, else None."""
-    status = worker.status.read()
-    elapsed_s = time.monotonic() - status.since_s
-    if status.operation == "" or elapsed_s <= status.budget_s:
-        return None
-    return (
-        f"the worker is stuck: {status.operation} {status.step} has taken {elapsed_s:.1f} s, its "
-        f"budget is {status.budget_s:.1f} s (watchdog.step_budget_s)"
-    )
+            raise WorkerStalled(f"the worker is stuck: {stalled} (watchdog.step_budget_s)")
 
 
 async def _dump_stacks(worker: Worker) -> None:
