@@ -7,7 +7,7 @@ here, in the parent, in well under a second.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -16,7 +16,7 @@ from trioserve.config.schema import ModelConfig
 from trioserve.errors import ModelError
 from trioserve.models.files import pickle_refused, read_error, read_object, read_object_if_there
 from trioserve.models.gguf_header import GGUFHeader, read_header
-from trioserve.models.gguf_names import hf_name
+from trioserve.models.gguf_names import gguf_name, hf_name
 from trioserve.models.llama_tensors import expected_tensors
 from trioserve.models.random_model import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, RandomModel
 from trioserve.models.safetensors_header import (
@@ -143,7 +143,9 @@ def _text_of(text: TokenizerFiles, token_id: int | None) -> str:
 def _inspect_gguf(path: Path, config: ModelConfig, name: str) -> ResolvedModel:
     header = read_header(path)
     spec = spec_from_gguf(header)
-    needed, warnings = match_tensors(spec, _by_hf_name(header), path)
+    needed, warnings = match_tensors(
+        spec, _by_hf_name(header), path, lambda name: gguf_name(name) or name
+    )
     tokens = vocabulary(header)
     tokenizer = path
     if config.tokenizer is not None:
@@ -207,24 +209,27 @@ def with_tokenizer(model: ResolvedModel, path: Path) -> ResolvedModel:
 
 
 def match_tensors(
-    spec: ModelSpec, found: Mapping[str, TensorInfo], where: Path
+    spec: ModelSpec,
+    found: Mapping[str, TensorInfo],
+    where: Path,
+    called: Callable[[str], str] = str,
 ) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
     """The tensors that the architecture needs, in its order, and warnings about others.
 
-    ``found`` is keyed by transformers' names. Rotary tables and a tied output embedding that is
+    ``found`` is keyed by transformers' names; ``called`` turns one into the file's own. Rotary tables and a tied output embedding that is
     stored all the same are passed over in silence.
 
     Raises:
         ModelError: some are missing (the first few and a count), or of another shape.
     """
     expected = expected_tensors(spec)
-    missing = [name for name in expected if name not in found]
+    missing = [called(name) for name in expected if name not in found]
     if missing:
         raise ModelError(
             f"{where}: {len(missing)} of {len(expected)} tensors missing: {some(missing)}"
         )
     wrong = [
-        f"{name} is {list(found[name].shape)}, expected {list(shape)}"
+        f"{called(name)} is {list(found[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if found[name].shape != shape
     ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.server
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -184,6 +187,25 @@ async def test_cancellation_kills_the_child(monkeypatch: pytest.MonkeyPatch) -> 
             nursery.cancel_scope.cancel()
     await listeners[0].aclose()
     assert [process.returncode for process in children] == [-9]
+
+
+@pytest.mark.usefixtures("hub_environment")
+async def test_the_child_does_not_outlive_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that is killed closes the pipe to the child's stdin, and does nothing else."""
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listeners[0].socket.getsockname()[1]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+    command = [sys.executable, "-P", "-m", "trioserve.models.hub_child"]
+    run = partial(trio.run_process, command, stdin=subprocess.PIPE, check=False)
+    request = json.dumps({"repository": "org/tiny", "revision": None, "token": None})
+    async with trio.open_nursery() as nursery:
+        process = await nursery.start(run)
+        await process.stdin.send_all(request.encode() + b"\n")
+        async with await listeners[0].accept():
+            await process.stdin.aclose()
+            with trio.fail_after(10):
+                assert await process.wait() == 1
+    await listeners[0].aclose()
 
 
 async def test_a_child_that_dies_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
