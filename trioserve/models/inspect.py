@@ -216,8 +216,8 @@ def match_tensors(
 ) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
     """The tensors that the architecture needs, in its order, and warnings about others.
 
-    ``found`` is keyed by transformers' names; ``called`` turns one into the file's own. Rotary tables and a tied output embedding that is
-    stored all the same are passed over in silence.
+    ``found`` is keyed by transformers' names; ``called`` turns one into the file's own. Rotary
+    tables and a tied output embedding that is stored all the same are passed over in silence.
 
     Raises:
         ModelError: some are missing (the first few and a count), or of another shape.
