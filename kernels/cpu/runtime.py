@@ -63,7 +63,7 @@ class Team:
     """
 
     def __init__(self, threads: int, cache: Path | None = None) -> None:
-        address = llvm.address_of_symbol("GOMP_parallel")
+        address = _symbol_address("GOMP_parallel")
         self.threads = threads if address else 1
         self._cache = cache
         self.num_compiled = 0
@@ -165,6 +165,13 @@ def next_unit(typing_context, address):
         return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.intp(types.intp), codegen
+
+
+def _symbol_address(name):
+    """Where the process has a function, or None. LLVM's own look-up sees nothing before numba has
+    compiled its first function."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
 def _declare(builder, name, function_type):
