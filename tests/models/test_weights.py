@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_join():
 
 def test_pieces_keep_their_order_and_threads_are_given_back():
     before = torch.get_num_threads()
-    assert list(make_pieces([lambda n=n: n * n for n in range(20)])) == [n * n for n in range(20)]
+    assert make_pieces([lambda n=n: n * n for n in range(20)]) == [n * n for n in range(20)]
     assert torch.get_num_threads() == before
 
 
@@ -133,8 +134,20 @@ def test_a_failing_piece_ends_the_load():
         raise ModelError("tensor x is torn")
 
     with pytest.raises(ModelError, match="torn"):
-        list(make_pieces([lambda: 1, fail, *[lambda: 2] * 50]))
+        make_pieces([lambda: 1, fail, *[lambda: 2] * 50])
     assert torch.get_num_threads() == before
+
+
+def test_a_failing_report_ends_the_load():
+    made = []
+
+    def fail():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        make_pieces([lambda n=n: made.append(n) for n in range(500)], fail)
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in threads if name.startswith("weights")]
 
 
 def test_weight_bytes():

@@ -131,11 +131,8 @@ class Llama:
         self.norm = RMSNorm(weights.take(FINAL_NORM), spec.rms_norm_eps)
         makers: list[Callable[[], Any]] = [partial(_ends, spec, weights, layout)]
         makers += [partial(Layer, spec, weights, i, layout) for i in range(spec.num_layers)]
-        pieces = []
-        for piece in make_pieces(makers):
-            pieces.append(piece)
-            piece_made()
-        (self.embedding, self.head, ends_bytes), *self.layers = pieces
+        ends, *self.layers = make_pieces(makers, piece_made)
+        self.embedding, self.head, ends_bytes = ends
         self.weight_bytes = ends_bytes + sum(part.num_bytes for part in (self.norm, *self.layers))
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -66,21 +66,27 @@ class Weights:
         return torch.cat([self.take(name) for name in names])
 
 
-def make_pieces(makers: Sequence[Callable[[], Piece]]) -> Iterator[Piece]:
+def make_pieces(
+    makers: Sequence[Callable[[], Piece]], piece_made: Callable[[], None] = lambda: None
+) -> list[Piece]:
     """Make the pieces of a model, as many at a time as torch has threads; gives them in order.
 
     Packing a matrix is most of the work of loading and runs on one thread inside torch. The
-    threads made here end with the iterator. While they run torch computes on one thread each: a
-    team of threads in each of them would only stand in the others' way.
+    threads made here end before this returns or raises. While they run torch computes on one
+    thread in each: teams of threads in all of them would only stand in each other's way.
 
     The first maker that fails ends it: those not begun are dropped, its error is raised.
+    ``piece_made`` is called after each piece, from the calling thread.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
     try:
+        pieces = []
         for future in [pool.submit(maker) for maker in makers]:
-            yield future.result()
+            pieces.append(future.result())
+            piece_made()
+        return pieces
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(num_threads)
