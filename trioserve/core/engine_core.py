@@ -198,8 +198,12 @@ class EngineCore:
         """
         sampled: list[SampledRow] = []
         failed: list[WorkFailed] = []
+        entering = {new.id: new for new in batch.new}
+        removed_ids = batch.removed_ids
         for row in batch.rows:
-            alone = ScheduledBatch(batch.step, [], [], [row])
+            new = [entering[row.id]] if row.id in entering else []
+            alone = ScheduledBatch(batch.step, removed_ids, new, [row])
+            removed_ids = []
             try:
                 sampled += self._executor.sample(self._executor.execute(alone))
             except Exception as error:
