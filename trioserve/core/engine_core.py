@@ -179,7 +179,8 @@ class EngineCore:
         """Schedule, execute, sample: one step."""
         batch = self._scheduler.schedule()
         if batch is None:
-            return [], []
+            # Steps are synchronous and every admitted sequence fits: going on would spin for ever.
+            raise RuntimeError("the scheduler has work but no step for it")
         self._step = batch.step
         self._channel.status.begin("step", self._config.watchdog.step_budget_s, batch.step)
         try:
