@@ -167,7 +167,7 @@ def _features(root: Path) -> tuple[str, ...]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return [line for line in path.read_text().splitlines() if line.strip()]
     except OSError:
         return []
 
