@@ -22,6 +22,7 @@ from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
 from trioserve.http.connection import Exchange
+from trioserve.http.sse import StreamResponse
 
 if TYPE_CHECKING:
     from trioserve.config.schema import Config
@@ -106,14 +107,19 @@ class RequestConnection(TrioASGIHTTPConnection):
             "headers": encode_headers(response.headers),
         }
         await send(start)
-        async with response.response as body:
-            async for data in body:
-                if not data:
-                    continue
-                if exchange.write is not None:
-                    await exchange.write(data)
-                else:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        async def write(data: bytes) -> None:
+            if exchange.write is not None:
+                await exchange.write(data)
+            else:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        if isinstance(response, StreamResponse):
+            await response.stream.send_to(write)
+        else:
+            body = await response.get_data()
+            assert isinstance(body, bytes)
+            await write(body)
         # hypercorn posts the disconnect, which cancels this task, from inside this last send.
         with trio.CancelScope(shield=True):
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -393,7 +393,9 @@ class Connection(TCPServer):
             if not self.send_lock.locked():
                 data = data[self.stream.try_send(data) :]
             if data:
-                await super().protocol_send(RawData(data))
+                # A part may have been sent: stopping here would leave half a frame.
+                with trio.CancelScope(shield=True):
+                    await super().protocol_send(RawData(data))
         elif isinstance(event, Closed):
             await self._begin_close()
         elif not (self._input_ended and isinstance(event, Updated)):

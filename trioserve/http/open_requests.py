@@ -23,16 +23,17 @@ class OpenRequest:
     def __init__(self) -> None:
         self._cut = False
         self._woken = False
+        self._waits = False  # and may be cancelled: nothing is half done
         self._scope: trio.CancelScope | None = None
 
     def wake(self) -> None:
-        """End the present wait of ``next_event``, or the next one if there is none."""
+        """End the present wait for an event, or the next one if there is none."""
         self._woken = True
-        if self._scope is not None:
+        if self._waits and self._scope is not None:
             self._scope.cancel()
 
     def cut(self) -> None:
-        """End the request: its handler gets RequestCut at the next wait."""
+        """End the request: its handler gets RequestCut at the present or next wait."""
         self._cut = True
         self.wake()
 
@@ -49,12 +50,16 @@ class OpenRequest:
         """
         self.check()
         with trio.CancelScope() as self._scope:
-            return await work()
+            self._waits = True
+            try:
+                return await work()
+            finally:
+                self._waits = False
         self.check()
         raise AssertionError("woken while not waiting for events")
 
-    async def next_event(self, answers: Answers, timeout_s: float) -> tuple[int, TextDelta] | None:
-        """The next of ``answers``, or None after silence or a call of ``wake``.
+    async def first_event(self, answers: Answers, timeout_s: float) -> tuple[int, TextDelta] | None:
+        """The first of ``answers``, or None after silence or a call of ``wake``.
 
         Cancellation loses nothing.
 
@@ -62,16 +67,39 @@ class OpenRequest:
             RequestCut: the request was cut.
             RequestError: the answer failed.
         """
+        with self.interruptible(trio.current_time() + timeout_s):
+            return await self.wait_for(answers)
+        self.was_woken()
+        return None
+
+    def interruptible(self, deadline_s: float) -> trio.CancelScope:
+        """A scope in which ``wait_for`` is ended by the deadline, ``wake`` or ``cut``."""
+        self._scope = trio.CancelScope(deadline=deadline_s)
+        return self._scope
+
+    async def wait_for(self, answers: Answers) -> tuple[int, TextDelta]:
+        """The next of ``answers``; being woken cancels the present ``interruptible`` scope.
+
+        Cancellation loses nothing.
+        """
+        if self._woken:
+            assert self._scope is not None
+            self._scope.cancel()
+        self._waits = True
+        try:
+            return await answers.next()
+        finally:
+            self._waits = False
+
+    def was_woken(self) -> bool:
+        """Whether ``wake`` was called since this was last asked.
+
+        Raises:
+            RequestCut: the request was cut.
+        """
         self.check()
-        event = None
-        if not self._woken:
-            with trio.move_on_after(timeout_s) as self._scope:
-                event = await answers.next()
-            self._scope = None
-            self.check()
-        if event is None:
-            self._woken = False
-        return event
+        woken, self._woken = self._woken, False
+        return woken
 
 
 class OpenRequests:

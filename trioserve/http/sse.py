@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import orjson
+import trio
+from quart import Response
 
 from trioserve.engine.api import TextDelta, Usage
 from trioserve.errors import RequestError, RequestFailed
@@ -25,6 +27,14 @@ HEADERS = {
 COMMENT = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
 PROBES_S = (0.05, 0.2, 0.5)  # pauses between the first writes after a client ended its sending
+
+
+class StreamResponse(Response):
+    """The response whose body is an EventStream; the ASGI connection has it written."""
+
+    def __init__(self, stream: EventStream, **extra: Any) -> None:
+        super().__init__(**extra)
+        self.stream = stream
 
 
 def encode_event(data: object) -> bytes:
@@ -46,11 +56,9 @@ class Renderer(Protocol):
 
 
 class EventStream:
-    """The body of a streamed answer: an async iterator over pieces of the event stream.
+    """A streamed answer on its way to the client.
 
-    A class and not a generator: it owns nothing that must be closed, and no scope is left open
-    between two pieces. A failure becomes an error event, after which the stream ends without the
-    marker of success.
+    A failure becomes an error event, after which the stream ends without the marker of success.
 
     Args:
         first: the first event if it came before the response began.
@@ -80,44 +88,49 @@ class EventStream:
         self._watch = watch
         self._num_running = len(answers.streams)
         self._num_probes = 0
-        self._opened = False
+        self._said_s = trio.current_time()  # when something was last sent
         self._ended = False
 
-    def __aiter__(self) -> EventStream:
-        return self
+    async def send_to(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write all events, each as soon as it is there; what came meanwhile is one event.
 
-    async def __anext__(self) -> bytes:
-        """The next piece, one or several events; waits for the engine, at most a heartbeat.
-
-        Cancellation loses nothing.
+        Cancellation ends the stream where it is. One scope serves many waits, for a scope for each
+        would cost as much as all else here: its deadline is that of the next heartbeat as known
+        when it was entered, and when that comes too early the scope is entered again.
         """
-        if self._ended:
-            raise StopAsyncIteration
+        opening = b"".join(map(encode_event, self._renderer.opening()))
+        first, self._first = self._first, None
+        await write(opening + (self._render(first) if first is not None else COMMENT))
+        while not self._ended:
+            patience_s = self._patience_s()
+            with self._request.interruptible(self._said_s + patience_s):
+                while not self._ended:
+                    await write(await self._next())
+            if not self._ended and (piece := self._interrupted(patience_s)):
+                await write(piece)
+
+    async def _next(self) -> bytes:
         try:
-            return await self._next()
+            while True:
+                if data := self._render(await self._request.wait_for(self._answers)):
+                    return data
         except RequestError as error:
             return self._fail(error)
         except Exception:
             log.exception("a streamed answer failed")
             return self._fail(RequestFailed("internal error", code="internal_error"))
 
-    def _fail(self, error: RequestError) -> bytes:
-        self._ended = True
-        self._watch.failed(error)
-        return encode_event(error_object(error))
-
-    async def _next(self) -> bytes:
-        if not self._opened:
-            self._opened = True
-            opening = b"".join(map(encode_event, self._renderer.opening()))
-            first, self._first = self._first, None
-            return opening + (self._render(first) if first is not None else COMMENT)
-        while True:
-            event = await self._request.next_event(self._answers, self._patience_s())
-            if event is None:
-                return COMMENT
-            if data := self._render(event):
-                return data
+    def _interrupted(self, patience_s: float) -> bytes:
+        """What to send after a wait that ended without an event; may be nothing."""
+        try:
+            woken = self._request.was_woken()
+        except RequestError as error:
+            return self._fail(error)
+        now = trio.current_time()
+        if not woken and now < self._said_s + patience_s:
+            return b""  # something was said while the scope was open
+        self._said_s = now
+        return COMMENT
 
     def _patience_s(self) -> float:
         """How long to be silent.
@@ -134,7 +147,10 @@ class EventStream:
         choice, delta = event
         self._watch.delta(delta)
         chunk = self._renderer.chunk(choice, delta)
-        data = encode_event(chunk) if chunk is not None else b""
+        data = b""
+        if chunk is not None:
+            data = encode_event(chunk)
+            self._said_s = self._watch.last_s
         if delta.finish_reason is not None:
             self._num_running -= 1
         if self._num_running:
@@ -143,3 +159,8 @@ class EventStream:
         if self._usage is not None:
             data += encode_event(self._renderer.usage_chunk(self._usage()))
         return data + DONE
+
+    def _fail(self, error: RequestError) -> bytes:
+        self._ended = True
+        self._watch.failed(error)
+        return encode_event(error_object(error))

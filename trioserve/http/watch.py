@@ -19,11 +19,14 @@ class Watch:
         metrics: where the figures go.
         num_choices: answers the request will have.
         num_prompt_tokens: of all its prompts, each counted once.
+
+    Attributes:
+        last_s: when the last tokens were delivered, or the request began.
     """
 
     def __init__(self, metrics: Metrics, num_choices: int, num_prompt_tokens: int) -> None:
         self._metrics = metrics
-        self._started = self._last = trio.current_time()
+        self._started = self.last_s = trio.current_time()
         self._num_running = num_choices
         self._has_token = False
         metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -35,11 +38,11 @@ class Watch:
             now = trio.current_time()
             self._metrics.output_tokens.inc(num_tokens)
             if self._has_token:
-                self._metrics.itl.observe((now - self._last) / num_tokens)
+                self._metrics.itl.observe((now - self.last_s) / num_tokens)
             else:
                 self._has_token = True
                 self._metrics.ttft.observe(now - self._started)
-            self._last = now
+            self.last_s = now
         if delta.finish_reason is not None:
             self._num_running -= 1
             self._metrics.count_finish(delta.finish_reason)

@@ -31,7 +31,7 @@ from trioserve.http.schema import (
     parse_completion,
     replace_sampling,
 )
-from trioserve.http.sse import HEADERS, EventStream
+from trioserve.http.sse import HEADERS, EventStream, StreamResponse
 from trioserve.http.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class GenerationRoutes:
         if exchange.half_closed:
             opened.wake()
         heartbeat_s = self._context.config.http.heartbeat_s
-        first = await opened.next_event(answers, heartbeat_s)
+        first = await opened.first_event(answers, heartbeat_s)
         stream = EventStream(
             answers,
             renderer,
@@ -222,7 +222,7 @@ class GenerationRoutes:
             usage=(lambda: total_usage(streams, body.num_choices)) if body.include_usage else None,
             watch=watch,
         )
-        return Response(stream, headers=HEADERS)
+        return StreamResponse(stream, headers=HEADERS)
 
 
 async def _collect_all(streams: list[RequestStream], watch: Watch) -> list[ChoiceSoFar]:
