@@ -42,7 +42,7 @@ class Piece:
 
 @frozen
 class SentencePiece:
-    """What is needed of the model."""
+    """What is needed of the model. A token id beyond the pieces stands for none."""
 
     pieces: tuple[Piece, ...]
     model_type: int
@@ -75,6 +75,8 @@ def from_sentencepiece(path: Path) -> Object:
         raise ModelError(f"{path.name} is no sentencepiece model: {error}") from error
     if model.model_type not in (UNIGRAM, BPE) or not model.pieces:
         raise ModelError(f"{path.name}: only sentencepiece models of kind bpe and unigram are read")
+    if not 0 <= model.unk_id < len(model.pieces):
+        raise ModelError(f"{path.name} has no unknown token")
     settings = read_object_if_there(path.with_name("tokenizer_config.json"))
     added = _added_tokens(model, settings, path)
     first = sequence("normalizers", *_first_steps(model)) if _first_steps(model) else None
@@ -176,9 +178,9 @@ def parse(raw: bytes) -> SentencePiece:
         pieces=tuple(pieces),
         model_type=trainer.get(3, UNIGRAM),
         byte_fallback=bool(trainer.get(35, 0)),
-        unk_id=_signed(trainer.get(40, 0)),
-        bos_id=_signed(trainer.get(41, 1)),
-        eos_id=_signed(trainer.get(42, 2)),
+        unk_id=trainer.get(40, 0),
+        bos_id=trainer.get(41, 1),
+        eos_id=trainer.get(42, 2),
         charsmap=normalizer.get(2, b""),
         add_prefix=bool(normalizer.get(3, 1)),
         collapse_spaces=bool(normalizer.get(4, 1)),
@@ -216,8 +218,3 @@ def _varint(raw: bytes, offset: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise ValueError("a number that does not end")
-
-
-def _signed(value: int) -> int:
-    """Negative int32 fields are written as 64-bit numbers."""
-    return value - (1 << 64) if value >> 63 else value

@@ -307,13 +307,15 @@ def number(field: int, value: int) -> bytes:
     return varint(field << 3) + varint(value)
 
 
-def sentencepiece_model(path: Path, model_type: int = 2) -> Path:
+def sentencepiece_model(path: Path, model_type: int = 2, unk_id: int = 0) -> Path:
     """The same vocabulary as sentencepiece itself writes it."""
     raw = b"".join(
         block(1, block(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind))
         for text, score, kind in PIECES
     )
-    trainer = number(3, model_type) + number(35, 1) + number(40, 0) + number(41, 1) + number(42, -1)
+    trainer = (
+        number(3, model_type) + number(35, 1) + number(40, unk_id) + number(41, 1) + number(42, -1)
+    )
     normalizer = block(1, b"identity") + number(3, 1) + number(4, 0)
     path.write_bytes(raw + block(2, trainer) + block(3, normalizer))
     return path
@@ -361,6 +363,11 @@ def test_what_lies_beside_a_sentencepiece_model(tmp_path: Path) -> None:
     tokenizer = load(source)
     assert tokenizer.encode("hello<|im_end|><pad>").ids[-2:] == [size, size + 1]
     assert tokenizer.encode("hello").tokens == ["▁hello"]
+
+
+def test_a_sentencepiece_model_without_an_unknown_token(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.model has no unknown token"):
+        convert(sentencepiece_model(tmp_path / "tokenizer.model", unk_id=-1))
 
 
 def test_unigram(tmp_path: Path) -> None:

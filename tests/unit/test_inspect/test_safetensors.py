@@ -135,12 +135,13 @@ def test_a_truncated_shard(sharded: Path) -> None:
         read_checkpoint(sharded)
 
 
-def test_a_tensor_that_is_not_in_its_shard(sharded: Path) -> None:
+@pytest.mark.parametrize("name", ["ghost.weight", "model.embed_tokens.weight"])
+def test_a_tensor_that_is_not_in_its_shard(sharded: Path, name: str) -> None:
     path = sharded / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    index["weight_map"]["ghost.weight"] = "model-00002-of-00003.safetensors"
+    index["weight_map"][name] = "model-00002-of-00003.safetensors"
     path.write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"not in their shard: ghost\.weight \(model-00002"):
+    with pytest.raises(ModelError, match=rf"not in their shard: {name} \(model-00002"):
         read_checkpoint(sharded)
 
 
