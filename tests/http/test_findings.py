@@ -408,6 +408,23 @@ async def test_f07_silent_stream_has_heartbeats(autojump_clock: MockClock) -> No
         assert not stream.closed.is_set()
 
 
+async def test_f07_heartbeats_count_from_what_was_last_said(autojump_clock: MockClock) -> None:
+    engine = FakeEngine(script=None)
+    async with serving_in_memory(engine, heartbeat_s=10) as served:
+        client = served.connect()
+        await client.send("POST", "/v1/completions", STREAM)
+        [stream] = await engine.submitted()
+        stream.say("first")
+        await client.head()
+        assert b"first" in await client.chunk()
+        before = trio.current_time()
+        await trio.sleep(6)
+        stream.say("second")
+        assert b"second" in await client.chunk()
+        assert (await client.chunk()).startswith(b":")
+        assert trio.current_time() - before == pytest.approx(16, abs=0.1)
+
+
 # ---------------------------------------------------------------- 9: cost per chunk
 
 
@@ -440,10 +457,12 @@ def test_f10_libraries_whose_internals_are_used_are_bounded(name: str) -> None:
 def test_f10_the_internals_are_there() -> None:
     import inspect
 
+    import h11
     from hypercorn.protocol.h11 import H11Protocol
     from hypercorn.trio.tcp_server import TCPServer
     from quart_trio.asgi import TrioASGIHTTPConnection
 
+    assert "_writer" in vars(h11.Connection(h11.SERVER))  # or chunks take the long way
     assert "self.can_read.wait()" in inspect.getsource(H11Protocol._handle_events)
     for owner, name in [
         (H11Protocol, "_check_protocol"),

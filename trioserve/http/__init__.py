@@ -1,0 +1,1 @@
+"""The HTTP side: listeners, server, connections, app, routes. Read server.py first."""

@@ -21,7 +21,7 @@ from quart.utils import encode_headers
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
-from trioserve.http.connection import Exchange
+from trioserve.http.exchange import Exchange
 from trioserve.http.sse import StreamResponse
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from hypercorn.typing import ASGIFramework
 from trioserve.config.schema import Config, HttpConfig
 from trioserve.engine.api import EngineApi
 from trioserve.http.app import make_app
-from trioserve.http.connection import ClientStream, Connection, StreamLike
+from trioserve.http.connection import Connection
+from trioserve.http.stream import ClientStream, StreamLike
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from quart import Response
 
 from trioserve.engine.api import TextDelta, Usage
 from trioserve.errors import RequestError, RequestFailed
-from trioserve.http.connection import Exchange
 from trioserve.http.errors import error_object
+from trioserve.http.exchange import Exchange
 from trioserve.http.open_requests import Answers, OpenRequest
 from trioserve.http.watch import Watch
 
