@@ -464,6 +464,39 @@ async def test_restart_serves_again_and_tells_the_first_ones(
             assert await collect(stream) == "bb"
 
 
+async def test_requests_without_a_token_are_started_anew_once(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    lives = 0
+
+    async def script(fake: FakeWorker) -> None:
+        nonlocal lives
+        lives += 1
+        await become_ready(fake)
+        works = {}
+        async for received in fake.commands:
+            if isinstance(received, Work):
+                works[received.prompt_token_ids[0]] = received
+            if lives == 1 and isinstance(received, Abort):
+                assert set(works) == {1, 2, 3}
+                await fake.send(StepOutput(0, [Delta(works[1].id, [1])], STATS))
+                await fake.exit(9)
+            if lives == 2 and 3 in works:
+                assert set(works) == {3}  # 1 had begun, 2 was aborted
+                await fake.send(StepOutput(0, [Delta(works[3].id, [1], "length")], STATS))
+
+    config = make_config(engine={"on_death": "restart", "resubmit": True})
+    async with open_engine(config, worker_factory=Workers(script)) as engine:
+        begun, left, fresh = (engine.submit([i], GREEDY) for i in (1, 2, 3))
+        await trio.testing.wait_all_tasks_blocked()
+        left.close()
+        with pytest.raises(RequestFailed):
+            while True:
+                await anext(begun)
+        assert (await anext(fresh)).finish_reason == "length"
+        assert engine.status.num_restarts == 1
+
+
 async def test_restarts_are_bounded(autojump_clock: trio.testing.MockClock) -> None:
     async def script(fake: FakeWorker) -> None:
         await become_ready(fake)

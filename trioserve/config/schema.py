@@ -102,6 +102,10 @@ class EngineConfig:
     restart_backoff_s: float = setting(
         0.5, "First pause before a restart; doubles up to 30 s.", check=ge(0.0), unit="s"
     )
+    resubmit: bool = setting(
+        False,
+        "After a restart, start requests anew of which no token had been delivered; once each.",
+    )
     hello_timeout_s: float = setting(
         10.0, "How long a spawned worker may take to say Hello.", check=gt(0.0), unit="s"
     )

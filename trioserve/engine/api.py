@@ -49,6 +49,7 @@ class EngineStatus:
     num_requests: int  # submitted and not ended
     uptime_s: float
     ready_after_s: float | None
+    num_restarts: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

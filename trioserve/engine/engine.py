@@ -67,7 +67,7 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.failure: TrioserveError | None = None
-        self.num_deaths = 0  # of incarnations that had been ready
+        self.num_restarts = 0
         self._phase = Phase.LOADING
         self._incarnation = 1
         self._stages = StageTree()
@@ -112,6 +112,7 @@ class Engine:
             num_requests=len(self._requests),
             uptime_s=time.monotonic() - self._started_s,
             ready_after_s=self._ready_after_s,
+            num_restarts=self.num_restarts,
         )
 
     @property
@@ -396,19 +397,31 @@ class Engine:
             answer.checked = event
             answer.came.set()
 
-    def end_incarnation(self, phase: Phase, error: RequestError, cause: str | None) -> None:
-        """The worker is gone: every open request gets ``error``, nothing of it is kept."""
+    def end_incarnation(
+        self, phase: Phase, error: RequestError, cause: str | None, *, resubmit: bool = False
+    ) -> None:
+        """The worker is gone: open requests get ``error``.
+
+        With ``resubmit``, those of which nothing was delivered yet wait for the next worker
+        instead; once, so that a request that kills workers does not go on for ever.
+        """
         self._phase = phase
         if cause is not None:
             self._cause = cause
             self._stages.fail()
         self._stats = None
-        requests, self._requests = self._requests, {}
-        for stream in requests.values():
-            stream.sent = Sent.ENDED
-            stream.mailbox.fail(error)
         self._commands.clear()
         self._aborts.clear()
+        requests, self._requests = self._requests, {}
+        for stream in requests.values():
+            if resubmit and stream.may_be_resubmitted:
+                stream.sent = Sent.QUEUED
+                stream.resubmitted = True
+                self._requests[stream.id] = stream
+                self._commands.append(stream.work)
+            else:
+                stream.sent = Sent.ENDED
+                stream.mailbox.fail(error)
         checks, self._checks = self._checks, {}
         for answer in checks.values():
             answer.came.set()

@@ -96,6 +96,7 @@ class RequestStream:
         self.mailbox = Mailbox()
         self.created_s = time.monotonic()
         self.first_token_s: float | None = None
+        self.resubmitted = False
         self._abort = abort
         self._text = TextStream(tokenizer, work.prompt_token_ids, work.sampling)
         self._cached_tokens = 0
@@ -110,6 +111,11 @@ class RequestStream:
     def prompt_token_ids(self) -> list[int]:
         """The prompt as token ids."""
         return self.work.prompt_token_ids
+
+    @property
+    def may_be_resubmitted(self) -> bool:
+        """Whether another worker may start it anew: nothing of it was delivered, nor it aborted."""
+        return self.first_token_s is None and not self.resubmitted and not self._finished
 
     @property
     def usage(self) -> Usage:

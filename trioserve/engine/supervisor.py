@@ -197,11 +197,12 @@ class Supervisor:
                 restarts = 0 if incarnation.num_tokens else restarts
                 if not self._may_restart(error, number, restarts):
                     raise
-                self._engine.num_deaths += 1
+                self._engine.num_restarts += 1
                 self._engine.end_incarnation(
                     Phase.RESTARTING,
                     RequestFailed(f"the engine died: {first_line(error)}"),
                     str(error),
+                    resubmit=self._config.engine.resubmit,
                 )
                 pause = min(self._config.engine.restart_backoff_s * 2**restarts, MAX_BACKOFF_S)
                 restarts += 1
