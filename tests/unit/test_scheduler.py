@@ -125,8 +125,8 @@ def test_an_id_in_use_is_refused() -> None:
 def test_a_small_budget_limits_the_running() -> None:
     scheduler = make(max_num_batched_tokens=2)
     for id in range(5):
-        scheduler.add(work(id, 1, max_tokens=20))
-    for _ in range(30):
+        scheduler.add(work(id, 1 if id else 30, max_tokens=20))
+    for _ in range(60):
         batch, _ = step(scheduler)
         assert batch.num_tokens <= 2
         assert scheduler.num_running <= 2
@@ -265,6 +265,33 @@ def test_the_last_admitted_is_recomputed_in_front_of_the_queue() -> None:
     assert new[1].token_ids == work(1, 26).prompt_token_ids + outputs[1]
     assert new[1].num_prompt_tokens == 26
     assert new[1].num_computed_tokens == 0
+
+
+def test_a_preempted_sequence_waits_before_older_ones_that_never_ran() -> None:
+    scheduler = make(num_blocks=16)
+    scheduler.add(work(0, 29, ignore_eos=True))
+    step(scheduler)
+    step(scheduler)
+    scheduler.add(work(1, 50))  # has no room
+    scheduler.add(work(2, 8, ignore_eos=True))  # passes it
+    while scheduler.stats(0).num_preemptions == 0:
+        step(scheduler)
+    assert list(scheduler._running) == [0]
+    scheduler.abort([0])
+    batch, _ = step(scheduler)
+    assert batch.rows[0].id == 2
+
+
+def test_rows_of_one_token_come_before_chunks() -> None:
+    scheduler = make(max_num_batched_tokens=8)
+    prompt = list(range(100, 105))
+    scheduler.add(work(0, prompt, max_tokens=1))
+    step(scheduler)
+    scheduler.add(work(1, 30))
+    scheduler.add(work(2, prompt))  # four hits, one token to compute
+    batch, _ = step(scheduler)
+    assert shares(batch) == {2: 1, 1: 7}
+    assert [row.id for row in batch.rows] == [2, 1]
 
 
 # -------------------------------------------------------------------------- prefix cache

@@ -38,7 +38,7 @@ from trioserve.core.noise import gumbel, mix_seed, row_keys, token_hashes
 from trioserve.ipc.messages import TokenLogprobs
 from trioserve.sampling_params import MAX_LOGPROBS, SamplingParams
 
-_WIDTHS = (64, 1024, 8192)
+_WIDTHS = (64, 1024, 4096)
 T = TypeVar("T")
 # Below this, float32 would divide by zero; it is greedy long before.
 _MIN_TEMPERATURE = 1e-20

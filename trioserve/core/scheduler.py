@@ -314,8 +314,6 @@ class Scheduler:
         ]
         grown: dict[int, list[int]] = {}
         preempted = False
-        if len(needy) > self.pool.num_free and self.policy == "priority":
-            needy.sort(key=lambda seq: (seq.priority, seq.arrival))
         for seq in needy:
             while self.pool.num_free == 0 and seq.status is SequenceStatus.RUNNING:
                 self._preempt(self._victim())
