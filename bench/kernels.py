@@ -1,0 +1,155 @@
+"""How fast is attention over the paged cache, by backend, batch and context?
+
+    python bench/kernels.py [--threads 2] [--seconds 0.3]
+
+Shapes of SmolLM2-135M (9 heads, 3 KV heads of 64) and of an 8B model (32 heads, 8 KV heads of 128),
+blocks of 16 in shuffled order. Several layers' caches are gone through in turn so that they do not
+stay in the core's own cache. Prints one JSON object: microseconds a call, GB/s of keys and values
+read and GFLOP/s of useful products. ``prepare_us`` is once a step, not once a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from trioserve.config.schema import Config, EngineConfig
+from trioserve.devices.cpu import detect, prepare_environment
+
+SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
+BATCHES = {  # rows of (tokens in the cache, new tokens)
+    "decode 1 at 160": [(160, 1)],
+    "decode 1 at 8000": [(8000, 1)],
+    "decode 8 at 160": [(160, 1)] * 8,
+    "decode 32 at 160": [(160, 1)] * 32,
+    "decode 32 at 1000": [(1000, 1)] * 32,
+    "prefill 128": [(0, 128)],
+    "prefill 4 x 128": [(0, 128)] * 4,
+    "prefill 512": [(0, 512)],
+    "prefill 512 at 4000": [(4000, 512)],
+    "mixed 31 + 128": [(160, 1)] * 31 + [(0, 128)],
+}
+BLOCK_SIZE = 16
+CYCLED_BYTES = 50e6
+SLOW = {"torch": 400_000}  # new tokens × context beyond which a backend is not waited for
+
+
+def contexts(rows: list[tuple[int, int]], num_blocks: int):
+    """A step over shuffled blocks."""
+    import torch
+
+    from trioserve.models.attention import BatchContext
+
+    shuffled = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    width = max(-(-(start + count) // BLOCK_SIZE) for start, count in rows)
+    tables = np.zeros((len(rows), width), np.int32)
+    slots, positions, used = [], [], 0
+    for line, (start, count) in enumerate(rows):
+        blocks = -(-(start + count) // BLOCK_SIZE)
+        tables[line, :blocks] = shuffled[used : used + blocks]
+        used += blocks
+        where = np.arange(start, start + count)
+        positions.append(where)
+        slots.append(
+            tables[line, where // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + where % BLOCK_SIZE
+        )
+    return BatchContext(
+        positions=torch.from_numpy(np.concatenate(positions)),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        query_starts=np.cumsum([0, *(count for _, count in rows)]).astype(np.int32),
+        row_starts=np.array([start for start, _ in rows], np.int32),
+        row_tables=np.arange(len(rows), dtype=np.int32),
+        block_tables=tables,
+    )
+
+
+def best(call: Callable[[], object], seconds: float) -> float:
+    """Seconds of one call, the least of all that fit into ``seconds``; three at least."""
+    call()
+    least, ends, count = float("inf"), time.perf_counter() + seconds, 0
+    while count < 3 or time.perf_counter() < ends:
+        started = time.perf_counter()
+        call()
+        least = min(least, time.perf_counter() - started)
+        count += 1
+    return least
+
+
+def measure(name: str, shape: str, batch: str, threads: int, seconds: float) -> dict:
+    """One line of the result."""
+    import torch
+
+    from trioserve.models.attention import KVCacheSpec, make_backend
+
+    heads, kv_heads, head_dim = SHAPES[shape]
+    rows = BATCHES[batch]
+    tokens = sum(count for _, count in rows)
+    read = sum(2 * kv_heads * head_dim * 4 * (start + count) for start, count in rows)
+    flops = sum(
+        4 * heads * head_dim * (count * start + count * (count + 1) / 2) for start, count in rows
+    )
+    num_blocks = sum(-(-(start + count) // BLOCK_SIZE) for start, count in rows)
+    layers = max(1, min(30, int(CYCLED_BYTES / read)))
+    spec = KVCacheSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    backend = make_backend(name, [spec] * layers, BLOCK_SIZE, threads)
+    backend.init_cache(num_blocks)
+    context = contexts(rows, num_blocks)
+    whole = torch.randn(tokens, heads + 2 * kv_heads, head_dim)
+    query, key, value = whole.split((heads, kv_heads, kv_heads), dim=1)
+    backend.prepare(context)
+
+    def all_layers() -> None:
+        for layer in range(layers):
+            backend.forward(layer, query, key, value, context)
+
+    spent = best(all_layers, seconds) / layers
+    return {
+        "backend": name,
+        "shape": shape,
+        "batch": batch,
+        "us": round(spent * 1e6, 1),
+        "gb_per_s": round(read / spent / 1e9, 1),
+        "gflops": round(flops / spent / 1e9, 1),
+        "prepare_us": round(best(lambda: backend.prepare(context), seconds / 10) * 1e6, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=0.3, help="per measurement")
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--backend", choices=["numba", "torch"], action="append")
+    arguments = parser.parse_args()
+    settings = Config(engine=EngineConfig(threads=arguments.threads))
+    prepare_environment(settings)
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    load = os.getloadavg()[0]
+    lines = []
+    with torch.inference_mode():
+        for shape in arguments.shape or SHAPES:
+            for batch, rows in BATCHES.items():
+                size = sum(count * (start + count) for start, count in rows)
+                lines += [
+                    measure(name, shape, batch, arguments.threads, arguments.seconds)
+                    for name in arguments.backend or ("numba", "torch")
+                    if size <= SLOW.get(name, size)
+                ]
+    result = {
+        "processor": detect(settings).describe(),
+        "torch": torch.__version__,
+        "load_before": round(load, 1),
+        "results": lines,
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
