@@ -273,6 +273,7 @@ async def test_api_08_max_tokens_is_clamped_to_the_context() -> None:
         b"\xef\xbb\xbf{}",
         b'{"prompt": "a"',
         b'{"prompt": "a"} trailing',
+        json.dumps({"prompt": "a"} | {f"k{index}": 1 for index in range(1000)}).encode(),
         '{"prompt": "a"}'.encode("utf-16"),
     ],
 )

@@ -9,6 +9,7 @@ test.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -202,7 +203,8 @@ class Connection(TCPServer):
     Args:
         app: hypercorn's wrapper around the ASGI app.
         config: hypercorn's settings, see ``trioserve.http.server``.
-        context: shared by all connections; its ``terminated`` event closes idle ones.
+        context: shared by all connections; once its ``terminated`` event is set, the end of an
+            answer closes.
         stream: the client's stream; closed when ``run`` returns.
         http2: whether HTTP/2 may be spoken, by prior knowledge or upgrade.
     """
@@ -221,7 +223,7 @@ class Connection(TCPServer):
         self._read_ahead = _ReadAhead(self._receive)
         self._reading = trio.CancelScope()
         self._closing = False
-        self._input_ended = False
+        self._idle = True
 
     async def run(self) -> None:
         """Serve until either side closes.
@@ -248,11 +250,8 @@ class Connection(TCPServer):
                     read_ahead=self._read_ahead,
                     http2=self._http2,
                 )
-                await self.idle_task.restart(task_group, self._idle_timeout)
+                self._set_idle(True)
                 await self._read_data()
-                # Left running, it would keep a connection its client has closed for another
-                # keep_alive_timeout.
-                await self.idle_task.stop()
         except OSError:
             pass  # the client was gone before it could be asked for its address
         finally:
@@ -271,8 +270,24 @@ class Connection(TCPServer):
                     await super().protocol_send(RawData(data))
         elif isinstance(event, Closed):
             await self._begin_close()
-        elif not (self._input_ended and isinstance(event, Updated)):
-            await super().protocol_send(event)
+        elif isinstance(event, Updated):
+            self._set_idle(event.idle)
+
+    def close_if_idle(self) -> None:
+        """Close, unless a request is being answered: the end of its answer closes then."""
+        if self._idle:
+            self._reading.cancel()
+
+    def _set_idle(self, idle: bool) -> None:
+        """Mind the time while no request is being answered, that of a slow head included.
+
+        In place of hypercorn's idle task, which costs a task per request and stays behind when the
+        client closes: the reader's own scope has the deadline.
+        """
+        self._idle = idle
+        if not self._closing:
+            timeout_s = self.config.keep_alive_timeout if idle else math.inf
+            self._reading.deadline = trio.current_time() + timeout_s
 
     async def _begin_close(self) -> None:
         """End our sending and leave the rest to the reader.
@@ -297,7 +312,6 @@ class Connection(TCPServer):
         ):
             while True:
                 await self.protocol.handle(RawData(await self._receive()))
-        self._input_ended = True
         await self.protocol.handle(Closed())
 
     async def _receive(self) -> bytes:

@@ -80,7 +80,7 @@ class _Server:
         self._hypercorn = _hypercorn_config(config.http)
         self._context = WorkerContext(None)
         self._slots = trio.Semaphore(config.http.max_connections)
-        self._streams: set[ClientStream] = set()
+        self._connections: set[Connection] = set()
         self._one_closed = trio.Event()
 
     async def serve(
@@ -103,13 +103,15 @@ class _Server:
                 num_cut = self._open_requests.cut_all()
                 if num_cut:
                     log.warning("drain deadline: %d requests cut", num_cut)
-                await self._context.terminated.set()  # closes idle connections
+                await self._context.terminated.set()
+                for connection in self._connections:
+                    connection.close_if_idle()
                 with trio.move_on_after(FLUSH_S):
                     await self._wait_no_connections()
             finally:
                 # hypercorn shields its sends: cancelling alone would wait for slow clients.
-                for stream in self._streams:
-                    stream.abort()
+                for connection in self._connections:
+                    connection.stream.abort()
             connections.cancel_scope.cancel()
         return DrainReport(num_cut)
 
@@ -120,7 +122,7 @@ class _Server:
             await self._open_requests.wait_none()
 
     async def _wait_no_connections(self) -> None:
-        while self._streams:
+        while self._connections:
             self._one_closed = trio.Event()
             await self._one_closed.wait()
 
@@ -141,12 +143,13 @@ class _Server:
     async def _serve_connection(self, stream: StreamLike) -> None:
         """Serve one connection; whatever goes wrong in it ends it and nothing else."""
         client = ClientStream(stream, self._http.send_timeout_s)
-        self._streams.add(client)
+        connection = Connection(
+            self._wrapped, self._hypercorn, self._context, client, http2=self._http.http2
+        )
+        self._connections.add(connection)
         self._metrics.connections.inc()
         try:
-            await Connection(
-                self._wrapped, self._hypercorn, self._context, client, http2=self._http.http2
-            ).run()
+            await connection.run()
         except* Exception as group:
             self._metrics.connection_failures.inc()
             log.error("a connection failed", exc_info=group)
@@ -154,7 +157,7 @@ class _Server:
             if client.timed_out:
                 log.info("a client took nothing for %g s and was cut", self._http.send_timeout_s)
             client.abort()  # closed already, unless something went wrong
-            self._streams.discard(client)
+            self._connections.discard(connection)
             self._one_closed.set()
             self._metrics.connections.dec()
             self._slots.release()
