@@ -24,7 +24,7 @@ from .golden import (
 )
 
 GOLDENS = load_goldens()
-FP16_LOGIT_TOLERANCE = 0.05
+FP16_LOGIT_TOLERANCE = 0.1
 DECODED = ["raw-short", "raw-emoji", "chat-capital"]
 
 
@@ -77,14 +77,16 @@ def test_float32_logits_and_choices(fp32, golden):
 
 def test_float16_weights(fp16):
     """Over all prompts' 3,200 positions: close logits, and a choice that differs only in ties."""
-    agreed = []
+    agreed, differences = [], []
     for golden in GOLDENS:
         worst, choices = errors(fp16, golden)
+        differences.append(worst)
         assert worst.max() < FP16_LOGIT_TOLERANCE, golden.name
         for step, token in enumerate(choices):
             assert golden.behind_best(step, token) < FP16_TOLERANCE, (golden.name, step)
         agreed.append(choices == golden.tokens)
-    assert np.mean(agreed) > 0.99
+    assert np.median(differences) < 0.01
+    assert np.mean(agreed) > 0.999
 
 
 @pytest.mark.parametrize("name", DECODED)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,7 +65,25 @@ def test_largest_half_precision_value_is_packed(caplog):
 def test_bytes():
     weight, bias = random_matrix(), torch.zeros(48)
     assert make_linear(weight, bias, "fp32", "w").num_bytes == 48 * 40 * 4 + 48 * 4
-    assert make_linear(weight, None, "fp16", "w").num_bytes == 48 * 40 * 2
+    assert make_linear(weight, bias, "fp16", "w").num_bytes == 48 * 512 * 2 + 48 * 4
+
+
+@pytest.mark.parametrize(("columns", "stored"), [(512, 512), (513, 1024)])
+def test_packed_bytes_are_what_the_process_grows_by(columns, stored):
+    trim = ctypes.CDLL(None).malloc_trim
+    weight = torch.zeros(32768, columns)
+    trim(0)
+    before = resident_bytes()
+    linear = PackedFp16Linear(weight)
+    trim(0)
+    grown = resident_bytes() - before
+    assert linear.num_bytes == 32768 * stored * 2
+    assert grown == pytest.approx(linear.num_bytes, rel=0.1)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def test_layout_as_configured():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 
 import pytest
@@ -151,12 +152,12 @@ def test_a_failing_report_ends_the_load():
 
 
 def test_weight_bytes():
-    """Tied: one table in fp32, float16 rows and a packed head in fp16."""
+    """Tied: one table in fp32; float16 rows and a packed head in fp16."""
     expected = expected_tensors(spec())
-    values = sum(torch.Size(shape).numel() for shape in expected.values())
-    norms = 5 * 32
+    values = sum(math.prod(shape) for shape in expected.values())
     model = Llama(spec(), tensors(spec()), "fp32")
     assert model.num_parameters == values
     assert model.weight_bytes == values * 4
     packed = Llama(spec(), tensors(spec()), "fp16")
-    assert packed.weight_bytes == (values - norms) * 2 + norms * 4 + 96 * 32 * 2
+    rows = 96 + 2 * (64 + 32 + 96 + 32)  # of head, qkv, output, gate_up, down; 512 columns each
+    assert packed.weight_bytes == rows * 512 * 2 + 96 * 32 * 2 + 5 * 32 * 4

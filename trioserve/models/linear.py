@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Layout = Literal["fp32", "fp16"]
 FP16_MAX = 65504.0
+PACKED_COLUMNS = 512  # FBGEMM stores whole blocks of so many columns; the product skips the padding
 
 
 class Linear(Protocol):
@@ -67,7 +68,8 @@ class PackedFp16Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.num_bytes = weight.numel() * 2 + _nbytes(bias)
+        stored_columns = -(-self.in_features // PACKED_COLUMNS) * PACKED_COLUMNS
+        self.num_bytes = self.out_features * stored_columns * 2 + _nbytes(bias)
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         # The overload itself: resolving it anew costs microseconds at every call.
         self._product = torch.ops.quantized.linear_dynamic_fp16.default
