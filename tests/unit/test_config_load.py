@@ -219,6 +219,13 @@ def test_a_fault_is_told_also_where_a_stronger_layer_has_a_good_value(write: Wri
     assert problem.startswith("F:2: key 'http.port'")
 
 
+def test_a_faulty_value_has_no_faults_by_what_it_replaces(write: Write) -> None:
+    path = write("[http]\nuds = '/run/a'\nfd = 3\n")
+    assert faults(path, overrides={"http.uds": "\0"}) == [
+        "--set http.uds: key 'http.uds': holds a NUL character"
+    ]
+
+
 def test_secrets_are_not_in_messages(write: Write) -> None:
     [problem] = faults(write("[model]\nhf_token = 12345678"))
     assert "12345678" not in problem
@@ -361,7 +368,8 @@ def test_a_flag_that_another_makes_useless(overrides: dict[str, object], problem
 
 def test_a_stronger_layer_may_choose_another_listener_or_device(write: Write) -> None:
     path = write("[http]\nport = 80\n[device]\nkind = 'simulated'\nsimulated_step_s = 1\n")
-    loaded = load(path, env={}, overrides={"http.uds": "/run/a", "device.kind": "cpu"})
+    env = {"TRIOSERVE_HTTP__HOST": "::", "TRIOSERVE_DEVICE__SIMULATED_LOAD_S": "1"}
+    loaded = load(path, env=env, overrides={"http.uds": "/run/a", "device.kind": "cpu"})
     assert loaded.config.http.uds == "/run/a"
     assert loaded.config.device.kind == "cpu"
 
@@ -407,7 +415,7 @@ def test_text_is_read_by_the_type_of_its_key(dotted: str, text: str, value: obje
     [
         ("http.port", "8o", 'expected an integer, got "8o"'),
         ("http.port", "", 'expected an integer, got ""'),
-        ("http.port", "1\nx = 2", 'expected an integer, got "1\\nx = 2"'),
+        ("http.port", "1\ny = 2", 'expected an integer, got "1\\ny = 2"'),
         ("http.port", "-1", "must be >= 0: -1"),
         ("http.http2", "yes", 'expected true or false, got "yes"'),
         ("http.fd", "1", "must be >= 3: 1"),
