@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ import trio
 
 from trioserve.engine.supervisor import first_error, open_engine
 from trioserve.errors import DrainCut, TrioserveError
-from trioserve.http.listeners import bind, describe
+from trioserve.http.listeners import Listener, bind, describe
 from trioserve.http.server import serve_http
 from trioserve.logs import set_up_logging
 from trioserve.progress import report_progress
@@ -41,10 +42,11 @@ FLUSH_S = 2.0  # that HTTP has to tell clients of an engine's death
 
 
 class Stopping:
-    """Why and how the server is to stop. Written by the signals task alone."""
+    """Why and how the server is to stop; the signals are written by the signals task alone."""
 
     def __init__(self) -> None:
-        self.event = trio.Event()
+        self.event = trio.Event()  # also set when the engine has ended by itself
+        self.first_signal: int | None = None
         self.second_signal: int | None = None
 
 
@@ -79,6 +81,18 @@ async def serve(loaded: LoadedConfig, stopping: Stopping, console: Console | Non
     """
     config = loaded.config
     listeners = bind(config.http)
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.callback(listener.close)  # a start that fails removes its socket file too
+        await serve_on(listeners, loaded, stopping, console)
+    logger.info("stopped")
+
+
+async def serve_on(
+    listeners: list[Listener], loaded: LoadedConfig, stopping: Stopping, console: Console | None
+) -> None:
+    """The tree below the bound sockets. Cancellation and errors as ``serve``."""
+    config = loaded.config
     addresses = [describe(listener) for listener in listeners]
     if settings := loaded.describe_non_defaults():
         logger.info("settings: %s", settings)
@@ -103,7 +117,6 @@ async def serve(loaded: LoadedConfig, stopping: Stopping, console: Console | Non
                 f"{report.num_cut} requests were cut at the drain deadline "
                 f"(engine.drain_timeout_s = {config.engine.drain_timeout_s:g})"
             )
-    logger.info("stopped")
 
 
 async def watch_signals(
@@ -116,11 +129,12 @@ async def watch_signals(
         task_status.started()
         async for number in signals:
             name = signal.Signals(number).name
-            if stopping.event.is_set():
+            if stopping.first_signal is not None:
                 stopping.second_signal = number
                 logger.warning("%s again: stopping at once", name)
                 root.cancel()
                 return
+            stopping.first_signal = number
             logger.info("%s: no new requests, finishing those that run", name)
             stopping.event.set()
 
