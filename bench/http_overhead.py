@@ -26,7 +26,7 @@ from trioserve.http.server import serve_http
 from trioserve.sampling_params import SamplingParams
 
 CLIENT = """
-import json, socket, sys, threading
+import socket, sys
 port, path, num, body = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4].encode()
 request = (f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nContent-Type: application/json\\r\\n"
            f"Content-Length: {len(body)}\\r\\n\\r\\n").encode() + body

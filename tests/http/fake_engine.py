@@ -106,6 +106,8 @@ class FakeEngine:
         self.refuse: RequestError | None = None
         self.max_len = max_model_len
         self.rendered: list[list[dict[str, Any]]] = []
+        self.encoding: trio.Event | None = None  # set while encode_prompt waits in ``may_encode``
+        self.may_encode = trio.Event()
         self.template_kwargs: dict[str, Any] | None = None
         self._ids = itertools.count()
         self._submitted = trio.Event()
@@ -152,6 +154,9 @@ class FakeEngine:
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         await trio.lowlevel.checkpoint()
+        if self.encoding is not None:
+            self.encoding.set()
+            await self.may_encode.wait()
         self._check_ready()
         if len(text) > 100 * self.max_len:
             raise ContextLengthExceeded(f"{len(text)} characters can never fit {self.max_len}")

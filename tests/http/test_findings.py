@@ -378,6 +378,41 @@ async def test_f07_half_close_goes_on() -> None:
         assert not stream.aborted
 
 
+async def test_f07_half_close_while_the_prompt_is_encoded() -> None:
+    engine = FakeEngine(script=None)
+    engine.encoding = trio.Event()
+    async with serving(engine) as served:
+        client = await served.connect()
+        await client.send("POST", "/v1/completions", STREAM)
+        await engine.encoding.wait()
+        await client.stream.send_eof()
+        await served.call("GET", "/version")  # by now the end of input has been seen
+        engine.may_encode.set()
+        assert (await client.head()).status == 200
+        assert (await client.chunk()).startswith(b":")
+        engine.streams[0].say("x", finish="stop")
+        assert b"[DONE]" in await client.rest()
+
+
+@pytest.mark.parametrize("body", [STREAM, COMPLETION])
+async def test_f07_disconnect_while_the_prompt_is_encoded(body: dict[str, Any]) -> None:
+    engine = FakeEngine(script=None)
+    engine.encoding = trio.Event()
+    async with serving(engine) as served:
+        client = await served.connect()
+        await client.send("POST", "/v1/completions", body)
+        await engine.encoding.wait()
+        client.reset()
+        await served.call("GET", "/version")
+        engine.may_encode.set()
+        with trio.fail_after(1):
+            while (
+                b"trioserve_http_connections 1.0" not in (await served.call("GET", "/metrics")).body
+            ):
+                pass
+        assert all(stream.aborted for stream in engine.streams)
+
+
 async def test_f07_pipelined_requests_are_answered_in_turn() -> None:
     engine = FakeEngine(script=None)
     async with serving(engine) as served:

@@ -13,6 +13,7 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework
+from prometheus_client.registry import Collector
 
 from trioserve.config.schema import Config, HttpConfig
 from trioserve.engine.api import EngineApi
@@ -48,6 +49,7 @@ async def serve_http(
     *,
     stopping: trio.Event,
     drain_deadline_s: float,
+    collectors: Sequence[Collector] = (),
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> DrainReport:
     """Serve until ``stopping`` is set, then drain and return.
@@ -55,12 +57,13 @@ async def serve_http(
     Draining: new generation requests get 503 and every answer closes its connection; probes are
     answered on; requests being answered go on until they end or until ``drain_deadline_s`` after
     ``stopping``, when each gets a final error. The listeners are closed when this returns. Installs
-    no signal handlers.
+    no signal handlers. ``collectors`` have further series for ``/metrics``.
 
     Cancellation resets all connections at once.
     """
     try:
         server = _Server(engine, config, stopping)
+        server.add_metrics(collectors)
         return await server.serve(listeners, drain_deadline_s, task_status)
     finally:
         for listener in listeners:
@@ -82,6 +85,10 @@ class _Server:
         self._slots = trio.Semaphore(config.http.max_connections)
         self._connections: set[Connection] = set()
         self._one_closed = trio.Event()
+
+    def add_metrics(self, collectors: Sequence[Collector]) -> None:
+        for collector in collectors:
+            self._metrics.registry.register(collector)
 
     async def serve(
         self,
