@@ -130,6 +130,7 @@ CUTS = [
     SamplingParams(min_p=0.001, temperature=3.0),
     SamplingParams(min_p=0.05, top_p=0.7),
     SamplingParams(min_p=0.001, top_p=0.9, temperature=3.0),
+    SamplingParams(min_p=0.1, top_p=0.4, temperature=3.0),
     SamplingParams(min_p=0.02, top_k=9, top_p=0.8),
     SamplingParams(top_k=50, top_p=0.9, temperature=3.0),
     SamplingParams(min_p=0.0001, top_k=50, top_p=0.95, temperature=5.0),
@@ -196,6 +197,21 @@ def test_noise_is_gumbel_and_rows_are_independent() -> None:
     correlation = np.corrcoef(u.numpy()) - np.eye(40)
     assert np.abs(correlation).max() < 5 / math.sqrt(2000)
     assert np.abs(np.corrcoef(u.numpy()[:, :-1].ravel(), u.numpy()[:, 1:].ravel())[0, 1]) < 0.02
+
+
+def test_both_halves_of_a_key_count() -> None:
+    hashes = token_hashes(500).unsqueeze(0)
+    one, two = torch.tensor([1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    rows = [gumbel(hashes, keys)[0].numpy() for keys in ((one, one), (one, two), (two, one))]
+    assert np.abs(np.corrcoef(rows) - np.eye(3)).max() < 0.2
+
+
+def test_the_choice_of_a_block_says_nothing_of_the_token() -> None:
+    """Ids 0 and 1 would share their noise with the first two blocks if it were by index."""
+    logits = torch.full((128,), -math.inf)
+    logits[[0, 5, 65, 70]] = 0.0
+    counts = draw(FREE, logits, num_seeds=80, num_steps=50)[[0, 5, 65, 70]]
+    assert ((counts - 1000) ** 2 / 1000).sum() < chi_square_bound(3)
 
 
 # ----------------------------------------------------------------- SA-01: batch mates
