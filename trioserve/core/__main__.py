@@ -10,11 +10,12 @@ import logging
 import os
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from trioserve import __version__
-from trioserve.config.schema import Config
+from trioserve.config.schema import FAULTS_VARIABLE, Config
 from trioserve.core.batch import Executor
 from trioserve.core.engine_core import EngineCore
 from trioserve.core.stages import StageReporter
@@ -23,11 +24,16 @@ from trioserve.ipc.child import Channel
 from trioserve.ipc.messages import PROTOCOL, Exit, Fatal, Hello, Init, Stage
 from trioserve.models.spec import ResolvedModel
 
+if TYPE_CHECKING:
+    from trioserve.core.faults import Faults
+
 
 def main() -> int:
     """Run the worker to its end and return its exit code."""
     channel = Channel.open(sys.argv[1:])
-    channel.send(Hello(PROTOCOL, __version__, os.getpid()))
+    faults = _faults()
+    hello = Hello(PROTOCOL, __version__, os.getpid())
+    channel.send(hello if faults is None else faults.change_hello(hello))
     init = channel.inbox.get()
     if isinstance(init, Exit):
         return 0  # the parent left before it said anything
@@ -45,9 +51,12 @@ def main() -> int:
             raise SystemExit(0)
         channel.send(stage)
 
-    report = StageReporter(send_stage)
+    report = StageReporter(send_stage if faults is None else faults.watch_stages(send_stage))
     try:
-        core = EngineCore(config, model, _executor(config, model, report), channel, report)
+        executor = _executor(config, model, report)
+        if faults is not None:
+            executor = faults.wrap(executor)
+        core = EngineCore(config, model, executor, channel, report)
         core.start()
         report.current = "serving"
         core.run()
@@ -55,6 +64,16 @@ def main() -> int:
         channel.send(_fatal(report.current, error))
         return 1
     return 0
+
+
+def _faults() -> Faults | None:
+    """Faults on purpose, which only a parent whose configuration allows them asks for."""
+    value = os.environ.pop(FAULTS_VARIABLE, None)
+    if value is None:
+        return None
+    from trioserve.core.faults import Faults
+
+    return Faults.from_environment(value, sys.argv)
 
 
 def _executor(config: Config, model: ResolvedModel, report: StageReporter) -> Executor:
@@ -80,7 +99,8 @@ def _fatal(stage: str, error: Exception) -> Fatal:
         text = getattr(error, "cause", None) or str(error)
         return Fatal(stage, text, "", "user")
     if isinstance(error, MemoryError):
-        return Fatal(stage, f"out of memory: {error}", traceback.format_exc())
+        text = f"out of memory: {error}" if str(error) else "out of memory"
+        return Fatal(stage, text, traceback.format_exc())
     return Fatal(stage, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 

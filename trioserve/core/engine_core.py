@@ -174,6 +174,10 @@ class EngineCore:
             self._scheduler.add(work)
         except RequestError as error:
             self._channel.send(WorkFailed(work.id, "invalid", error.message))
+        except Exception as error:
+            logger.exception("sequence %d could not be admitted", work.id)
+            self._scheduler.fail([work.id], "")  # where it got in half-way
+            self._channel.send(WorkFailed(work.id, "internal", f"{type(error).__name__}: {error}"))
 
     def _run_step(self) -> tuple[list[Delta], list[WorkFailed]]:
         """Schedule, execute, sample: one step."""

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from trioserve.config import load
-from trioserve.config.schema import Config
+from trioserve.config.schema import FAULTS_VARIABLE, Config
 from trioserve.core.stages import StageReporter
 from trioserve.engine.api import Phase
 from trioserve.engine.engine import Engine
@@ -35,7 +35,9 @@ from trioserve.errors import (
     TrioserveError,
     WorkerDied,
 )
+from trioserve.ipc.framing import FrameError
 from trioserve.ipc.messages import (
+    Check,
     Checked,
     Event,
     Fatal,
@@ -43,6 +45,7 @@ from trioserve.ipc.messages import (
     Ready,
     Stage,
     StepOutput,
+    Work,
     WorkFailed,
 )
 from trioserve.ipc.process import Worker, open_worker
@@ -146,7 +149,23 @@ def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
 
 def spawn_worker(config: Config) -> AbstractAsyncContextManager[Worker]:
     """Open a worker process for ``config``; raises WorkerHandshakeError on entry."""
-    return open_worker(hello_timeout_s=config.engine.hello_timeout_s, on_stderr=log_worker_line)
+    return open_worker(
+        env=worker_environment(config),
+        hello_timeout_s=config.engine.hello_timeout_s,
+        on_stderr=log_worker_line,
+    )
+
+
+def worker_environment(config: Config) -> Mapping[str, str] | None:
+    """The environment of a worker; None for ours as it is. Faults on purpose travel in it."""
+    if config.test.faults:
+        from trioserve.core import faults
+
+        return faults.worker_environment(config)
+    # Only a configuration may ask for faults, never what a caller's environment happens to hold.
+    if FAULTS_VARIABLE not in os.environ:
+        return None
+    return {name: value for name, value in os.environ.items() if name != FAULTS_VARIABLE}
 
 
 def log_worker_line(line: str) -> None:
@@ -170,7 +189,13 @@ class Supervisor:
         self._config = engine.config
         self._closing = closing
         self._worker_factory = worker_factory
-        self._stages = StageReporter(engine.on_stage)
+        self._report: Callable[[Stage], None] = engine.on_stage
+        if self._config.test.faults:
+            from trioserve.core import faults
+
+            logger.warning("fault hooks are on: %s", ", ".join(self._config.test.faults))
+            self._report = faults.parent_faults(self._config).watch_stages(engine.on_stage)
+        self._stages = StageReporter(self._report)
 
     async def run(self) -> None:
         """Load the model's text side, then serve until ``closing``.
@@ -190,7 +215,7 @@ class Supervisor:
             self._engine.begin_incarnation(number)
             incarnation = Incarnation(self._engine, model, self._closing)
             try:
-                async with self._spawn() as worker:
+                async with self._spawn(number) as worker:
                     await incarnation.run(worker)
                 return
             except TrioserveError as error:
@@ -225,17 +250,24 @@ class Supervisor:
             self._engine.end_incarnation(Phase.CLOSED, RequestCut("the engine was closed"), None)
 
     @asynccontextmanager
-    async def _spawn(self) -> AsyncIterator[Worker]:
+    async def _spawn(self, number: int) -> AsyncIterator[Worker]:
         """Stage spawn around the way to Hello. Cancellation, or an error, kills the worker."""
+        config = self._config
+        if config.test.faults:
+            from trioserve.core import faults
+
+            config = faults.of_incarnation(config, number)
         async with AsyncExitStack() as stack:
             with self._stages.stage("spawn") as stage:
-                worker = await stack.enter_async_context(self._worker_factory(self._config))
+                worker = await stack.enter_async_context(self._worker_factory(config))
                 stage.detail = f"pid {worker.pid}"
             yield worker
 
     def _may_restart(self, error: TrioserveError, number: int, restarts: int) -> bool:
         if self._config.engine.on_death != "restart" or self._closing.is_set():
             return False
+        if self._engine.phase is Phase.DRAINING:
+            return False  # nobody could send it a request
         if number == 1 and not isinstance(error, EngineDied):
             return False  # it has never worked: trying again would hide the cause
         return restarts < self._config.engine.max_restarts
@@ -252,8 +284,10 @@ class Supervisor:
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(until_closed)
-                result = await resolve_model(self._config.model, report=self._engine.on_stage)
-                tokenizer, template = await trio.to_thread.run_sync(load_text, result)
+                result = await resolve_model(self._config.model, report=self._report)
+                tokenizer, template = await trio.to_thread.run_sync(
+                    load_text, result, abandon_on_cancel=True
+                )
                 self._engine.set_model(result, tokenizer, template)
                 nursery.cancel_scope.cancel()
         except* TrioserveError as group:
@@ -277,6 +311,7 @@ class Incarnation:
         self._ready = False
         self.num_tokens = 0
         self.progress_s = trio.current_time()  # of the last event
+        self.unanswered_s: float | None = None  # when the first request without an event went out
         self._available_bytes = available_memory_bytes()
 
     async def run(self, worker: Worker) -> None:
@@ -299,6 +334,8 @@ class Incarnation:
                 raise await self._death(worker)
         except* TrioserveError as group:
             error = first_error(group)
+        if isinstance(error, WorkerDied) and not self._ready:
+            raise StartupError(self.stage, str(error)) from error  # a frame that cannot be read
         if error is not None:
             raise error
 
@@ -325,7 +362,16 @@ class Incarnation:
                 Init(msgspec.to_builtins(self._config), msgspec.to_builtins(self._model))
             )
             while True:
-                await worker.send(await self._engine.next_command())
+                command = await self._engine.next_command()
+                if self.unanswered_s is None and isinstance(command, Work | Check):
+                    self.unanswered_s = trio.current_time()
+                try:
+                    await worker.send(command)
+                except (ValueError, TypeError, FrameError) as error:
+                    # It was refused before a byte went out; the pipe is as good as before.
+                    if not isinstance(command, Work):
+                        raise
+                    self._engine.on_failed(WorkFailed(command.id, "invalid", str(error)))
         except trio.BrokenResourceError:
             await trio.sleep_forever()  # the worker is gone: the reader tells why
 
@@ -340,6 +386,7 @@ class Incarnation:
         async with receive:
             async for event in receive:
                 self.progress_s = trio.current_time()
+                self.unanswered_s = None
                 self._handle(event)
 
     def _handle(self, event: Event) -> None:
@@ -374,9 +421,7 @@ class Incarnation:
             ended = worker.describe_exit(
                 needed_bytes=self._model.weight_bytes, available_bytes=self._available_bytes
             )
-            cause = f"the worker {ended}"
-            if last := worker.last_stderr():
-                cause += f"; it last said: {last[-1].strip()}"
+            cause = f"the worker {ended}; {worker.last_words()}"
         if self._ready:
             return WorkerDied(f"the worker died: {cause}" if self._fatal else cause)
         stage = self._fatal.stage if self._fatal else self._engine.running_stage

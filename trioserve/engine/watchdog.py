@@ -15,7 +15,7 @@ import trio
 from trioserve.config.schema import Config
 from trioserve.errors import StartupError, WorkerStalled
 from trioserve.ipc.process import Worker
-from trioserve.ipc.status_page import explain, judge, process_cpu_seconds
+from trioserve.ipc.status_page import IDLE, Status, explain, judge, process_cpu_seconds
 
 logger = logging.getLogger("trioserve.watchdog")
 
@@ -26,6 +26,7 @@ class Watched(Protocol):
     """What the watchdog may know of an incarnation."""
 
     progress_s: float
+    unanswered_s: float | None
 
     @property
     def ready(self) -> bool: ...
@@ -53,17 +54,38 @@ async def watch_worker(worker: Worker, config: Config, watched: Watched) -> None
             silent_s = trio.current_time() - watched.progress_s
             if silent_s > config.engine.startup_silence_s:
                 await _dump_stacks(worker)
+                if watched.ready or trio.current_time() - watched.progress_s < DUMP_WAIT_S:
+                    logger.warning("the worker goes on: it was slow, or this process was")
+                    continue
                 raise StartupError(
                     watched.stage,
                     f"no progress for {silent_s:.0f} s; raise engine.startup_silence_s if this "
                     "stage may take so long",
                 )
             continue
-        status, now = worker.status.read(), time.monotonic()
-        if config.watchdog.enabled and judge(status, cpu_s, cpu_before, now) == "over budget":
-            stalled = explain(status, cpu_s, cpu_before, interval_s, now)
+        if not config.watchdog.enabled:
+            continue
+        status = worker.status.read()
+        if stuck := _stuck(status, watched, cpu_s, cpu_before, config):
             await _dump_stacks(worker)
-            raise WorkerStalled(f"the worker is stuck: {stalled} (watchdog.step_budget_s)")
+            if worker.status.read()[1:] != status[1:]:
+                logger.warning("the worker goes on: it was slow, or this process was")
+                continue
+            raise WorkerStalled(f"the worker is stuck: {stuck} (watchdog.step_budget_s)")
+
+
+def _stuck(
+    status: Status, watched: Watched, cpu_s: float, cpu_before: float, config: Config
+) -> str:
+    """What the worker is stuck in; empty where it is not. It also is if it does not begin."""
+    now = time.monotonic()
+    if judge(status, cpu_s, cpu_before, now) == "over budget":
+        return explain(status, cpu_s, cpu_before, config.watchdog.interval_s, now)
+    if status.operation == IDLE and watched.unanswered_s is not None:
+        waited_s = trio.current_time() - watched.unanswered_s
+        if waited_s > config.watchdog.step_budget_s:
+            return f"it has not taken up a request in {waited_s:.1f} s"
+    return ""
 
 
 async def _dump_stacks(worker: Worker) -> None:
