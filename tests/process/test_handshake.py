@@ -68,7 +68,7 @@ async def test_st_08_c_killed_before_hello_names_the_signal_and_hints_at_memory(
     child_env: Env,
 ) -> None:
     text = await failure(child_env("kill self"))
-    assert "killed by signal 9 (SIGKILL); often the kernel's out-of-memory killer" in text
+    assert "was killed by signal 9 (SIGKILL) before it said Hello; often the kernel's" in text
     assert "nothing on its stderr" in text
 
 

@@ -176,7 +176,7 @@ async def test_a_deaf_worker_leaves_its_stacks_and_goes(child_env: Env) -> None:
     async with open_worker("child", env=env, grace_s=0.2) as worker:
         pass
     assert worker.returncode == -signal.SIGKILL
-    assert worker.describe_exit() == "killed by signal 9 (SIGKILL)"  # by us: no hint
+    assert worker.describe_exit() == "was killed by signal 9 (SIGKILL)"  # by us: no hint
     lines = worker.last_stderr()
     assert any("most recent call first" in line for line in lines)
     assert any("sleep_for_ever" in line for line in lines)
@@ -226,7 +226,7 @@ async def test_st_08_c_sigkill_names_memory_with_its_sizes(child_env: Env) -> No
         with trio.fail_after(1):
             assert await worker.wait() == -9
         assert worker.describe_exit(needed_bytes=3 * 2**30, available_bytes=700 * 2**20) == (
-            "killed by signal 9 (SIGKILL); often the kernel's out-of-memory killer: "
+            "was killed by signal 9 (SIGKILL); often the kernel's out-of-memory killer: "
             "needed 3.0 GiB, available 700 MiB"
         )
         assert worker.describe_exit(needed_bytes=2**30).endswith("killer: needed 1.0 GiB")
@@ -237,7 +237,7 @@ async def test_kill_ends_the_worker_without_leaving_the_scope(child_env: Env) ->
         worker.kill()
         with trio.fail_after(2):
             assert await worker.wait() == -9
-        assert worker.describe_exit() == "killed by signal 9 (SIGKILL)"
+        assert worker.describe_exit() == "was killed by signal 9 (SIGKILL)"
 
 
 async def test_a_worker_blocked_on_a_full_event_pipe_still_hears_the_end(child_env: Env) -> None:

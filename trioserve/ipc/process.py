@@ -32,7 +32,8 @@ DUMP_S = 1.0
 GONE_S = 10.0
 _AFTER_EXIT_S = 0.1  # what was written before the exit is in the pipe
 _EXIT_AFTER_END_S = 1.0  # between the end of the event pipe and the exit behind it
-_SHOWN_LINES = 20
+# What faulthandler says after the line that names the fault.
+_STACK_LINES = ("  File ", "Current thread ", "Thread 0x", "Extension modules: ", "Stack (most ")
 
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -106,18 +107,31 @@ class Worker:
             self._stderr.read_rest()
         return list(self._stderr.last)
 
+    def last_words(self) -> str:
+        """What it said last on stderr, to follow a semicolon: a stack is passed over for the line
+        that names the fault."""
+        for line in reversed(self.last_stderr()):
+            if line.strip() and not line.startswith(_STACK_LINES):
+                return f"it last said: {line.strip()}"
+        return "nothing on its stderr"
+
     def describe_exit(
-        self, *, needed_bytes: int | None = None, available_bytes: int | None = None
+        self,
+        moment: str = "",
+        *,
+        needed_bytes: int | None = None,
+        available_bytes: int | None = None,
     ) -> str:
-        """How it ended, to follow "the worker ". The sizes, of memory, go with a SIGKILL."""
+        """How it ended, to follow "the worker ". The sizes, of memory, go with a SIGKILL.
+        ``moment`` says when."""
         if not self.exited:
             return "is still running"
         code = self._returncode
         if code is None:
             return "ended, with an exit code that its own parent knows"
         if code >= 0:
-            return f"exited with code {code}"
-        text = f"killed by signal {-code} ({_signal_name(-code)})"
+            return f"exited with code {code}{moment}"
+        text = f"was killed by signal {-code} ({_signal_name(-code)}){moment}"
         if self._killed or -code not in _HINTS:
             return text
         text += f"; {_HINTS[signal.Signals(-code)]}"
@@ -191,10 +205,7 @@ class Worker:
             )
 
     def _handshake_error(self, problem: str) -> WorkerHandshakeError:
-        lines = self.last_stderr()[-_SHOWN_LINES:]
-        if not lines:
-            return WorkerHandshakeError(f"{problem} (nothing on its stderr)")
-        return WorkerHandshakeError("\n  ".join([f"{problem}; its stderr ended with:", *lines]))
+        return WorkerHandshakeError(f"{problem}; {self.last_words()}")
 
     # ------------------------------------------------------------------------ kill ladder
 
@@ -315,7 +326,7 @@ async def attach(
 
 def _describe_silence(worker: Worker, first: Event | str | None, timeout_s: float) -> str:
     if worker.exited:
-        text = f"the worker {worker.describe_exit()} before it said Hello"
+        text = f"the worker {worker.describe_exit(' before it said Hello')}"
         return text if first is None or isinstance(first, str) else f"{text}, after {_name(first)}"
     if first is None:
         return (
