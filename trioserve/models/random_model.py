@@ -143,7 +143,7 @@ async def ensure_random_tokenizer(model: RandomModel, root: Path) -> RandomModel
     """
     name = f"tokenizer-{model.spec.vocab_size}-v{TOKENIZER_VERSION}.json"
     target = root / "random" / name
-    if not await trio.to_thread.run_sync(cache.is_intact, target):
+    if not await trio.to_thread.run_sync(cache.is_intact, target, abandon_on_cancel=True):
         try:
             async with cache.locked(target):
                 await trio.to_thread.run_sync(_write_tokenizer, model.spec.vocab_size, target)

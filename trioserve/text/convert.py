@@ -44,14 +44,14 @@ async def ensure_tokenizer(
         ModelError: the source's tokenizer is of a kind that is not supported, or damaged; or the
             cache cannot be written.
     """
-    key = await trio.to_thread.run_sync(cache_key, source)
+    key = await trio.to_thread.run_sync(cache_key, source, abandon_on_cancel=True)
     target = root / "tokenizers" / key / "tokenizer.json"
-    if await trio.to_thread.run_sync(cache.is_intact, target):
+    if await trio.to_thread.run_sync(cache.is_intact, target, abandon_on_cancel=True):
         return target
     making()
     try:
         async with cache.locked(target):
-            if not await trio.to_thread.run_sync(cache.is_intact, target):
+            if not await trio.to_thread.run_sync(cache.is_intact, target, abandon_on_cancel=True):
                 await _convert_in_child(source, target)
     except OSError as error:
         raise cache.write_error(root, error) from error
