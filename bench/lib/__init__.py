@@ -1,0 +1,1 @@
+"""What several scripts of bench/ share."""

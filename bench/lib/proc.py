@@ -1,0 +1,88 @@
+"""Processes as /proc shows them: the tree under one, its memory, its processor time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Field of /proc/PID/status or smaps_rollup: our name. All are in KiB there.
+MEMORY_FIELDS = {
+    "VmRSS": "rss_mib",
+    "RssAnon": "rss_anon_mib",
+    "RssFile": "rss_file_mib",
+    "RssShmem": "rss_shmem_mib",
+    "VmHWM": "peak_rss_mib",
+    "Pss": "pss_mib",
+}
+
+
+def tree_of(pid: int) -> list[int]:
+    """``pid`` and all processes under it, parents first."""
+    children: dict[int, list[int]] = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        if (fields := _stat(int(directory.name))) is not None:
+            children.setdefault(int(fields[1]), []).append(int(directory.name))
+    found = [pid]
+    for parent in found:
+        found.extend(children.get(parent, ()))
+    return found
+
+
+def name_of(pid: int) -> str:
+    """What the process is to trioserve, else its program."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "gone"
+    if "trioserve.core" in words:
+        return "worker"
+    return Path(words[0]).name
+
+
+def memory_of_tree(pid: int) -> dict[str, dict[str, float]]:
+    """Memory of each process by its name, and of all together, in MiB.
+
+    Resident memory counts pages that processes share once for each; "pss_mib" divides them.
+    """
+    result: dict[str, dict[str, float]] = {}
+    total: dict[str, float] = {}
+    for index, process in enumerate(tree_of(pid)):
+        memory = memory_of(process)
+        name = name_of(process) if index else "parent"
+        result[name if name not in result else f"{name}-{process}"] = memory
+        for field, value in memory.items():
+            total[field] = round(total.get(field, 0.0) + value, 2)
+    return result | {"total": total}
+
+
+def memory_of(pid: int) -> dict[str, float]:
+    """Memory of one process in MiB; what the kernel does not tell is left out."""
+    text = ""
+    for file in ("status", "smaps_rollup"):
+        try:
+            text += Path(f"/proc/{pid}/{file}").read_text()
+        except OSError:
+            continue
+    memory = {}
+    for line in text.splitlines():
+        field, _, value = line.partition(":")
+        if field in MEMORY_FIELDS:
+            memory[MEMORY_FIELDS[field]] = round(int(value.split()[0]) / 1024, 2)
+    return memory
+
+
+def cpu_s_of_tree(pid: int) -> float:
+    """Processor seconds so far of the processes that now live in the tree, ended children too."""
+    ticks = 0
+    for process in tree_of(pid):
+        if (fields := _stat(process)) is not None:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on; the name before may hold blanks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,250 @@
+"""How long from the command to the first token, stage by stage, and how much memory is then held?
+
+Also what `trioserve --version`, `--help` and `import trioserve` take, next to a bare interpreter.
+A cold start has a cache directory of its own that holds the fetched model files and nothing else,
+so kernels are compiled and tokenizers converted; a warm start follows on the same directory. The
+user's cache is not touched. Files are in the system's page cache in both cases.
+
+    python bench/startup.py [--cold 2] [--warm 5] [-- MODEL.toml --set SECTION.KEY=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import trio
+from lib.answers import read_answer
+from lib.client import Target, Workload, closed_loop, exchange, get_json
+from lib.output import add_output_options, conditions, read_baseline, write_result
+from lib.proc import memory_of_tree
+from lib.stats import median_of
+
+PORT_POLL_S = 0.002
+READY_POLL_S = 0.02  # each poll costs the starting server a little
+REQUEST_TIMEOUT_S = 120.0
+LOAD_STREAMS = 8
+# Of the cache only these survive into a cold start: they are fetched, not made.
+FETCHED = ("wheels",)
+
+
+def trioserve() -> list[str]:
+    """The command, as installed beside this interpreter."""
+    script = Path(sys.executable).with_name("trioserve")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "trioserve"]
+
+
+def short_commands(repeat: int) -> dict[str, dict[str, float]]:
+    """Wall milliseconds of commands that do nothing heavy; the fastest and the median."""
+    commands = {
+        "bare python": [sys.executable, "-c", "pass"],
+        "import trioserve": [sys.executable, "-c", "import trioserve"],
+        "trioserve --version": [*trioserve(), "--version"],
+        "trioserve --help": [*trioserve(), "--help"],
+    }
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for turn in range(repeat + 1):
+        for name, command in commands.items():
+            began = time.perf_counter()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            if turn:  # the first has files to read
+                times[name].append((time.perf_counter() - began) * 1e3)
+    return {
+        name: {"median_ms": round(statistics.median(found), 2), "min_ms": round(min(found), 2)}
+        for name, found in times.items()
+    }
+
+
+@contextlib.contextmanager
+def cache_with_model() -> Iterator[dict[str, str]]:
+    """An environment whose cache holds the user's fetched files, by link, and nothing made."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    with tempfile.TemporaryDirectory(prefix="trioserve-bench-") as directory:
+        ours = Path(directory) / "trioserve"
+        ours.mkdir()
+        for name in FETCHED:
+            source = user / "trioserve" / name
+            source.mkdir(parents=True, exist_ok=True)  # what is fetched now is there next time
+            (ours / name).symlink_to(source)
+        hub = os.environ.get("HF_HOME") or str(user / "huggingface")
+        yield {**os.environ, "XDG_CACHE_HOME": directory, "HF_HOME": hub}
+
+
+@contextlib.contextmanager
+def server(arguments: list[str], env: dict[str, str], port: int) -> Iterator[subprocess.Popen]:
+    """A started server, stopped at the end; what it wrote goes to stderr if the block fails."""
+    with tempfile.TemporaryFile("w+") as log:
+        command = [*trioserve(), "run", *arguments, "--port", str(port)]
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            log.seek(0)
+            shutil.copyfileobj(log, sys.stderr)
+            raise
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+async def start_once(
+    arguments: list[str], env: dict[str, str], deadline_s: float, num_requests: int
+) -> dict[str, Any]:
+    """Start, take the times from the command on, load, stop.
+
+    Raises:
+        SystemExit: the server ended, gave no token, or was not ready in time.
+    """
+    port = free_port()
+    target = Target.of(f"http://127.0.0.1:{port}")
+    began = time.perf_counter()
+    with server(arguments, env, port) as process, fail_after(deadline_s):
+        while not await is_open(target):
+            check_runs(process)
+            await trio.sleep(PORT_POLL_S)
+        port_open_s = time.perf_counter() - began
+        while (await get_json(target, "/health/ready"))[0] != 200:
+            check_runs(process)
+            await trio.sleep(READY_POLL_S)
+        ready_s = time.perf_counter() - began
+        startup = (await get_json(target, "/startup"))[1]
+        workload = workload_for(startup)
+        first = read_answer(
+            await exchange(target, workload.request(target, "first"), REQUEST_TIMEOUT_S)
+        )
+        if first.failure is not None:
+            raise SystemExit(f"startup: the first request failed: {first.failure}")
+        result = {
+            "port_open_s": round(port_open_s, 4),
+            "ready_s": round(ready_s, 4),
+            "first_token_s": round(first.chunk_times[0] - began, 4),
+            "ready_by_own_account_s": round(startup["ready_after_s"], 4),
+            "stages_s": {
+                stage["name"]: round(stage["seconds"], 4)
+                for stage in startup["stages"]
+                if stage["seconds"] is not None
+            },
+            "memory_ready": memory_of_tree(process.pid),
+        }
+        if num_requests:
+            requests = workload.requests(target, "load", num_requests)
+            await closed_loop(target, requests, LOAD_STREAMS, REQUEST_TIMEOUT_S)
+            result["memory_after_load"] = memory_of_tree(process.pid)
+        result["stop_s"] = round(stop(process), 4)
+    return result
+
+
+def workload_for(startup: dict[str, Any]) -> Workload:
+    """Short prompts and answers for the model that is served."""
+    vocab_size = startup["info"]["vocab_size"]
+    return Workload(
+        model=startup["model"],
+        kind="ids",
+        size=64,
+        max_tokens=32,
+        vocabulary=range(min(300, vocab_size // 2), vocab_size),
+        extra={},
+    )
+
+
+@contextlib.contextmanager
+def fail_after(seconds: float) -> Iterator[None]:
+    """As trio's, with an error that says what it is about."""
+    try:
+        with trio.fail_after(seconds):
+            yield
+    except trio.TooSlowError:
+        raise SystemExit(f"startup: not done after {seconds:g} s; see --deadline") from None
+
+
+def stop(process: subprocess.Popen) -> float:
+    """Seconds from the signal to the end of the server, without open requests."""
+    began = time.perf_counter()
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    return time.perf_counter() - began
+
+
+def check_runs(process: subprocess.Popen) -> None:
+    if process.poll() is not None:
+        raise SystemExit(f"startup: the server ended with exit code {process.returncode}")
+
+
+async def is_open(target: Target) -> bool:
+    """Whether something accepts connections there."""
+    with trio.socket.socket(target.family, socket.SOCK_STREAM) as sock:
+        try:
+            await sock.connect(target.address)
+        except OSError:
+            return False
+        return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def measure_starts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    """Cold starts, each with a cache of its own, and warm starts after the last of them."""
+    cold, warm = [], []
+    for turn in range(max(args.cold, 1)):
+        with cache_with_model() as env:
+            found = await start_once(args.arguments, env, args.deadline, 0)
+            if args.cold:
+                cold.append(found)
+            for _ in range(args.warm if turn == max(args.cold, 1) - 1 else 0):
+                found = await start_once(args.arguments, env, args.deadline, args.load_requests)
+                warm.append(found)
+    return cold, warm
+
+
+async def main(args: argparse.Namespace) -> dict[str, Any]:
+    commands = short_commands(args.commands) if args.commands else {}
+    cold, warm = await measure_starts(args)
+    median = {"commands": commands, "cold": median_of(cold), "warm": median_of(warm)}
+    return {
+        "bench": "startup",
+        "conditions": conditions(),
+        "settings": {"run_arguments": args.arguments, "load_requests": args.load_requests},
+        "median": {name: value for name, value in median.items() if value},
+        "runs": {"cold": cold, "warm": warm},
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    count = {"type": int, "metavar": "N"}
+    parser.add_argument("arguments", nargs="*", help="of trioserve run, after --")
+    parser.add_argument("--commands", default=10, help="runs of each short command", **count)
+    parser.add_argument("--cold", default=2, help="cold starts", **count)
+    parser.add_argument("--warm", default=5, help="warm starts", **count)
+    parser.add_argument("--load-requests", default=32, help="before memory is read again", **count)
+    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="of each start")
+    add_output_options(parser)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    options = parse()
+    baseline = read_baseline(options)
+    write_result(trio.run(main, options), options, baseline)
