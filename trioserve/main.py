@@ -6,13 +6,14 @@
     └ bind                                    sockets before anything heavy
       └ root nursery ── signals               first signal: drain; second: cancel this nursery
         └ open_engine                         phase LOADING at once; the worker lives in here
-          ├ progress · engine end · rates
+          ├ progress · engine end · rates · service manager
           └ serve_http                        answers from the first moment; returns when drained
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -27,6 +28,8 @@ from trioserve.errors import DrainCut, TrioserveError
 from trioserve.http.listeners import Listener, bind, describe
 from trioserve.http.server import serve_http
 from trioserve.logs import set_up_logging
+from trioserve.loop_watch import LoopMetrics, LoopWatch, watching_loop
+from trioserve.notify import notify_manager
 from trioserve.progress import report_progress
 from trioserve.rates import log_rates
 
@@ -54,11 +57,14 @@ def run(loaded: LoadedConfig) -> int:
     """Serve until told to stop; returns the exit code of design and docs/lifecycle.md."""
     # One text at a time is tokenized, in a thread of ours: a pool per process would idle.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A loop blocked for ever gets SIGABRT from a manager's watchdog: the log then has its stack.
+    faulthandler.enable(file=2)
     console = make_console(loaded)
     set_up_logging(loaded.config.log, console)
     stopping = Stopping()
     try:
-        trio.run(serve, loaded, stopping, console)
+        with watching_loop() as watch:
+            trio.run(serve, loaded, stopping, console, watch, instruments=[watch])
     except* TrioserveError as group:
         error = first_error(group)
         exit_code = error.exit_code
@@ -73,7 +79,9 @@ def run(loaded: LoadedConfig) -> int:
     return exit_code if stopping.second_signal is None else 128 + stopping.second_signal
 
 
-async def serve(loaded: LoadedConfig, stopping: Stopping, console: Console | None) -> None:
+async def serve(
+    loaded: LoadedConfig, stopping: Stopping, console: Console | None, watch: LoopWatch
+) -> None:
     """The tree. Cancellation kills the worker and aborts the connections.
 
     Raises:
@@ -84,12 +92,16 @@ async def serve(loaded: LoadedConfig, stopping: Stopping, console: Console | Non
     with contextlib.ExitStack() as stack:
         for listener in listeners:
             stack.callback(listener.close)  # a start that fails removes its socket file too
-        await serve_on(listeners, loaded, stopping, console)
+        await serve_on(listeners, loaded, stopping, console, watch)
     logger.info("stopped")
 
 
 async def serve_on(
-    listeners: list[Listener], loaded: LoadedConfig, stopping: Stopping, console: Console | None
+    listeners: list[Listener],
+    loaded: LoadedConfig,
+    stopping: Stopping,
+    console: Console | None,
+    watch: LoopWatch,
 ) -> None:
     """The tree below the bound sockets. Cancellation and errors as ``serve``."""
     config = loaded.config
@@ -104,12 +116,14 @@ async def serve_on(
             root.start_soon(stop_with_engine, engine, stopping)
             root.start_soon(drain_engine, engine, stopping)
             root.start_soon(log_rates, engine, config.log.stats_interval_s)
+            root.start_soon(notify_manager, engine, os.environ)
             report = await serve_http(
                 engine,
                 listeners,
                 config,
                 stopping=stopping.event,
                 drain_deadline_s=config.engine.drain_timeout_s,
+                collectors=[LoopMetrics(watch)],
             )
         root.cancel_scope.cancel()
         if report.num_cut:
