@@ -71,7 +71,11 @@ class ModelRunner:
         self._attention: AttentionBackend
         self._model: Any
         self._state: BatchState
-        self._sampler = Sampler(resolved.spec.vocab_size, resolved.spec.eos_token_ids)
+        self._sampler = Sampler(
+            resolved.spec.vocab_size,
+            resolved.spec.eos_token_ids,
+            tokenizer_vocab_size=resolved.num_token_ids,
+        )
 
     # ------------------------------------------------------------------------- start-up
 

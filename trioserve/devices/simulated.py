@@ -52,6 +52,7 @@ class SimulatedExecutor:
 
     def __init__(self, model: ResolvedModel, config: Config) -> None:
         self.vocab_size = model.spec.vocab_size
+        self._num_token_ids = min(self.vocab_size, model.num_token_ids or self.vocab_size)
         self._eos = set(model.spec.eos_token_ids)
         self._architecture = model.spec.architecture
         self._config = config
@@ -102,9 +103,9 @@ class SimulatedExecutor:
 
     def _sample(self, row: ScheduledRow) -> SampledRow:
         state = self._states[row.id]
-        token_id = state.hash_to(row.start + row.num_tokens) % self.vocab_size
+        token_id = state.hash_to(row.start + row.num_tokens) % self._num_token_ids
         while token_id in self._eos:
-            token_id = (token_id + 1) % self.vocab_size
+            token_id = (token_id + 1) % self._num_token_ids
         state.token_ids.append(token_id)
         logprobs = None
         if state.logprobs is not None:

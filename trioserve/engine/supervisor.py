@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import Any
 
+import attrs
 import msgspec
 import trio
 

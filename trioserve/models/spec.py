@@ -73,6 +73,7 @@ class ResolvedModel:
     spec: ModelSpec
     tensors: tuple[TensorInfo, ...] = field(default=(), repr=False)
     tokenizer_path: str  # a tokenizer.json that the `tokenizers` library reads
+    num_token_ids: int | None = None  # ids from here on are padding of the model: never sampled
     chat_template: str | None = field(default=None, repr=False)
     bos_token: str = ""
     eos_token: str = ""

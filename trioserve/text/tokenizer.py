@@ -50,6 +50,7 @@ class Tokenizer:
         decoder_fault: the reason in that case; such a tokenizer serves embeddings, not generation.
         vocab_size: number of tokens, added ones included. A model may have more rows than this;
             ids without a token stand for no text.
+        num_token_ids: ids from here on have no token; more than ``vocab_size`` where ids have gaps.
         max_token_bytes: a token stands for at most so many bytes of a text as it was sent.
             Infinite where no such bound is known, see ``min_num_tokens``.
     """
@@ -180,13 +181,14 @@ class Tokenizer:
         content = self.token_content(token_id)
         return b"" if content is None else self.rules.to_bytes(content, first=first)
 
-    def _bytes_per_token(self, parts: _File, added: Mapping[int, Any]) -> float:
+    def _bytes_per_token(
+        self, parts: _File, added: Mapping[int, Any], vocab: Mapping[str, int]
+    ) -> float:
         factor = shrink_factor(parts.normalizer)
         if factor is None or not keeps_all_text(parts.pre_tokenizer):
             return math.inf
         if any(token.lstrip or token.rstrip for token in added.values()):
             return math.inf
-        vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         byte_level = parts.model.type == "BPE" and (
             _mentions(parts.pre_tokenizer, "ByteLevel") or _mentions(parts.normalizer, "ByteLevel")
         )
