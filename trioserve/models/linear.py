@@ -31,7 +31,7 @@ class Linear(Protocol):
 
     Attributes:
         layout: how the weight is stored.
-        num_bytes: memory of weight and bias; 0 where the weight belongs to another module.
+        num_bytes: memory of weight and bias, padding included.
     """
 
     in_features: int
@@ -47,9 +47,9 @@ class Fp32Linear:
 
     layout: Layout = "fp32"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.num_bytes = (0 if shared else weight.nbytes) + _nbytes(bias)
+        self.num_bytes = weight.nbytes + _nbytes(bias)
         self._weight = weight
         self._bias = bias
 
