@@ -107,7 +107,7 @@ class LoopWatch(trio.abc.Instrument):
             if line.endswith(" in unrolled_run"):
                 break
             lines.append(line)
-        return "\n".join(lines) or "  (not taken)"
+        return "\n".join(lines) or "  (not taken: the process did not run)"
 
 
 class LoopMetrics(Collector):

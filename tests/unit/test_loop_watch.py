@@ -129,7 +129,7 @@ def test_a_long_pass_without_a_stack_says_so(caplog: pytest.LogCaptureFixture) -
         watch.before_io_wait(1.0)
     finally:
         os.close(fd)
-    assert messages(caplog)[0].endswith("\n  (not taken)")
+    assert messages(caplog)[0].endswith("\n  (not taken: the process did not run)")
 
 
 def test_nothing_is_left_of_it() -> None:
