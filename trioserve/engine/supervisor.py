@@ -289,6 +289,7 @@ class Supervisor:
                 tokenizer, template = await trio.to_thread.run_sync(
                     load_text, result, abandon_on_cancel=True
                 )
+                result = attrs.evolve(result, num_token_ids=tokenizer.num_token_ids)
                 self._engine.set_model(result, tokenizer, template)
                 nursery.cancel_scope.cancel()
         except* TrioserveError as group:

@@ -88,9 +88,11 @@ class Tokenizer:
         # These two grow to the size of the vocabulary at most.
         self._bytes: dict[int, bytes] = {}
         self._shown: dict[int, tuple[str, bytes]] = {}
-        self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+        vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        self.vocab_size = len(vocab)
+        self.num_token_ids = max(vocab.values(), default=-1) + 1
         self._vanishing = b""
-        self.max_token_bytes = self._bytes_per_token(parts, added)
+        self.max_token_bytes = self._bytes_per_token(parts, added, vocab)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with the tokens the model wants around it, or without.
