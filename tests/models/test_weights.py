@@ -128,6 +128,16 @@ def test_pieces_keep_their_order_and_threads_are_given_back():
     assert torch.get_num_threads() == before
 
 
+def test_pieces_compute_on_one_thread_each():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert make_pieces([torch.get_num_threads] * 4) == [1] * 4
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_failing_piece_ends_the_load():
     before = torch.get_num_threads()
 
