@@ -535,6 +535,26 @@ async def test_api_14_error_in_mid_stream(
             await stream.closed.wait()
 
 
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_api_02_a_first_delta_without_text_does_not_end_the_stream(
+    path: str, body: dict[str, Any]
+) -> None:
+    """The first token of an answer may be half a character."""
+
+    def script(stream: FakeStream) -> None:
+        stream.push(TextDelta("", [7]))
+        stream.say("é", "", finish="stop")
+
+    async with serving(FakeEngine(script=script)) as served:
+        # Byte by byte deltas: the first is rendered alone before the response begins.
+        answer = await served.call("POST", path, body | {"stream": True})
+        choices = [c for e in answer.events if e != "[DONE]" for c in e["choices"]]
+        text = "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+        assert text == "é"
+        assert choices[-1]["finish_reason"] == "stop"
+        assert answer.events[-1] == "[DONE]"
+
+
 async def test_api_14_aborted_answer_does_not_look_whole() -> None:
     def script(stream: FakeStream) -> None:
         stream.say("a", "", finish="abort")

@@ -112,7 +112,8 @@ class H11Only(H11Protocol):
 
     async def _write_chunk(self, data: bytes) -> None:
         # What h11 makes of a Data event under chunked transfer coding, without its state machine:
-        # a Data event changes no state.
+        # a Data event changes no state. An empty chunk would be the last one.
+        assert data, "an empty chunk ends the body"
         held, self._held = self._held, b""
         await self.send(RawData(b"%b%x\r\n%b\r\n" % (held, len(data), data)))
 

@@ -100,7 +100,9 @@ class EventStream:
         """
         opening = b"".join(map(encode_event, self._renderer.opening()))
         first, self._first = self._first, None
-        await write(opening + (self._render(first) if first is not None else COMMENT))
+        # A first delta may have nothing to show yet: then a comment carries the headers out.
+        shown = self._render(first) if first is not None else b""
+        await write(opening + shown or COMMENT)
         while not self._ended:
             patience_s = self._patience_s()
             with self._request.interruptible(self._said_s + patience_s):
