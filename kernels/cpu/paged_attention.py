@@ -304,11 +304,11 @@ def _join(p, row, head, first_part, num_parts, scratch):
     _finish(p, token, 1, head, state, sums)
 
 
-def attend(params):
-    """One thread's share: store the new keys and values, attend, join split rows."""
-    p = numba.carray(params, 1)[0]
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def attend_share(p, thread):
+    """One thread's share of a layer: store the new keys and values, attend, join split rows."""
     scale = np.float32(1.0 / math.sqrt(p.head_dim))
-    scratch = p.scratch + thread_index() * p.scratch_stride
+    scratch = p.scratch + thread * p.scratch_stride
     while True:
         first = next_unit(p.counters) * 8
         if first >= p.num_tokens:
@@ -338,6 +338,12 @@ def attend(params):
         num_parts = first_parts[row + 1] - first_parts[row]
         if num_parts > 0:
             _join(p, row, head, first_parts[row], num_parts, scratch)
+
+
+def attend(params):
+    """The kernel of one layer."""
+    p = numba.carray(params, 1)[0]
+    attend_share(p, thread_index() if p.threads > 1 else 0)
 
 
 def plan(params):
@@ -400,7 +406,8 @@ class PagedAttention:
             raise ValueError(f"block_size must be 8 or a multiple of 16, not {block_size}")
         self._attend = team.compile(attend, Params)
         self._plan = team.compile(plan, Params)
-        self._params = params = Params()
+        self.params = params = Params()
+        self.kv_heads, self.group, self.head_dim = kv_heads, group, head_dim
         params.kv_heads, params.group, params.head_dim = kv_heads, group, head_dim
         params.lanes = self.lanes = -(-head_dim // 16) * 16
         params.block_size, params.threads = block_size, team.threads
@@ -419,7 +426,7 @@ class PagedAttention:
 
     def new_cache(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, zeroed; memory is taken as blocks are first written."""
-        p = self._params
+        p = self.params
         keys = np.zeros((num_blocks, p.kv_heads, p.head_dim, p.block_size), np.float32)
         values = np.zeros((num_blocks, p.kv_heads, p.block_size, p.lanes), np.float32)
         return torch.from_numpy(keys), torch.from_numpy(values)
@@ -453,7 +460,7 @@ class PagedAttention:
                 raise ValueError(f"{name} must be int32 {shape}, contiguous")
         if slots.dtype != torch.int64 or slots.shape != (query_starts[-1],):
             raise ValueError("slots must be int64, one for each token")
-        p = self._params
+        p = self.params
         self._context = (slots, query_starts, row_starts, row_tables, tables)  # keeps them alive
         p.num_tokens, p.num_rows = len(slots), num_rows
         p.slots = slots.data_ptr()
@@ -482,7 +489,7 @@ class PagedAttention:
 
         Returns: float32 [n, heads × head_dim].
         """
-        p = self._params
+        p = self.params
         heads = p.kv_heads * p.group
         p.query, p.query_stride = _checked(query, "query", p.num_tokens, heads, p.head_dim)
         p.key, p.key_stride = _checked(key, "key", p.num_tokens, p.kv_heads, p.head_dim)
@@ -496,15 +503,15 @@ class PagedAttention:
 
     def _reserve_items(self, count: int) -> None:
         self._items = np.zeros((count * 2, ITEM), np.int32)
-        self._params.items, self._params.item_capacity = self._items.ctypes.data, count * 2
+        self.params.items, self.params.item_capacity = self._items.ctypes.data, count * 2
 
     def _reserve_rows(self, count: int) -> None:
         if count + 1 > len(self._first_parts):
             self._first_parts = np.zeros(count * 2 + 1, np.int32)
-            self._params.first_parts = self._first_parts.ctypes.data
+            self.params.first_parts = self._first_parts.ctypes.data
 
     def _reserve_parts(self, count: int) -> None:
-        p = self._params
+        p = self.params
         size = count * p.kv_heads * p.group * (p.lanes + 2)
         if size > len(self._parts):
             self._parts = np.zeros(size * 2, np.float32)

@@ -7,6 +7,7 @@ sums in registers. Addresses are plain integers: the callers do their own arithm
 from __future__ import annotations
 
 import llvmlite.binding as llvm
+import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -19,19 +20,20 @@ I64 = ir.IntType(64)
 AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
 
 
-def _tile(rows: int, width: int, unroll: int):
+def _tile(rows: int, width: int, unroll: int, *, half: bool = False):
     """An intrinsic: C[rows, width] (+)= A[rows, k] · B[k, width], sums held in registers.
 
     Arguments: address of A and its row stride in elements, the same for B and C, k, and whether
     to add to C (1) or to replace it (0). ``unroll`` steps of k go to sums of their own: a fused
-    multiply-add takes four cycles and two can begin in each, so eight must be under way.
+    multiply-add takes four cycles and two can begin in each, so eight must be under way. With
+    ``half`` B is float16; its stride is in its own elements.
     """
     vector = ir.VectorType(F32, width)
 
     @intrinsic
     def tile(typing_context, a, lda, b, ldb, c, ldc, k, accumulate):
         def codegen(context, builder, signature, args):
-            _emit_tile(builder, vector, rows, unroll, *args)
+            _emit_tile(builder, vector, rows, unroll, half, *args)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 8), codegen
@@ -39,8 +41,9 @@ def _tile(rows: int, width: int, unroll: int):
     return tile
 
 
-def _emit_tile(builder, vector, rows, unroll, a, lda, b, ldb, c, ldc, k, accumulate):
-    lda, ldb, ldc = (builder.mul(stride, _index(4)) for stride in (lda, ldb, ldc))  # in bytes
+def _emit_tile(builder, vector, rows, unroll, half, a, lda, b, ldb, c, ldc, k, accumulate):
+    lda, ldc = (builder.mul(stride, _index(4)) for stride in (lda, ldc))  # in bytes
+    ldb = builder.mul(ldb, _index(2 if half else 4))
     targets = [_row(builder, c, ldc, row, vector) for row in range(rows)]
     zeros = ir.Constant(vector, [0.0] * vector.count)
 
@@ -50,7 +53,7 @@ def _emit_tile(builder, vector, rows, unroll, a, lda, b, ldb, c, ldc, k, accumul
         for step in range(unroll if len(sums) > rows else 1):
             column = builder.add(at, _index(step))
             line = builder.add(b, builder.mul(column, ldb))
-            line = builder.load(builder.inttoptr(line, vector.as_pointer()), align=4)
+            line = _load_line(builder, line, vector, half)
             for row in range(rows):
                 factor = builder.add(a, builder.mul(lda, _index(row)))
                 factor = builder.add(factor, builder.mul(column, _index(4)))
@@ -64,8 +67,8 @@ def _emit_tile(builder, vector, rows, unroll, a, lda, b, ldb, c, ldc, k, accumul
     whole = builder.and_(k, _index(-unroll))
     sums = _emit_loop(builder, _index(0), whole, unroll, sums, steps)
     while len(sums) > rows:
-        half = len(sums) // 2
-        sums = [builder.fadd(x, y) for x, y in zip(sums[:half], sums[half:], strict=True)]
+        middle = len(sums) // 2
+        sums = [builder.fadd(x, y) for x, y in zip(sums[:middle], sums[middle:], strict=True)]
     sums = _emit_loop(builder, whole, k, 1, sums, steps)
     adding = builder.icmp_signed("!=", accumulate, _index(0))
     with builder.if_else(adding) as (then, otherwise):
@@ -76,6 +79,15 @@ def _emit_tile(builder, vector, rows, unroll, a, lda, b, ldb, c, ldc, k, accumul
         with otherwise:
             for pointer, value in zip(targets, sums, strict=True):
                 builder.store(value, pointer, align=4)
+
+
+def _load_line(builder, address, vector, half):
+    """A vector of float32, widened where memory holds float16."""
+    if not half:
+        return builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)
+    narrow = ir.VectorType(ir.HalfType(), vector.count)
+    line = builder.load(builder.inttoptr(address, narrow.as_pointer()), align=2)
+    return builder.fpext(line, vector)
 
 
 def _emit_loop(builder, first, end, step, values, body):
@@ -131,6 +143,32 @@ tile3 = _tile(3, WIDTH, 4 if AVX512 else 2)
 tile4 = _tile(4, WIDTH, 2 if AVX512 else 1)
 tile6 = _tile(6, WIDTH, 2 if AVX512 else 1)
 narrow1, narrow4 = _tile(1, 8, 4), _tile(4, 8, 2)
+
+# Weights: panels of 32 columns where two registers of AVX-512 hold a line, else of 16.
+PANEL = 32 if AVX512 else 16
+half1 = _tile(1, PANEL, 4, half=True)
+half2 = _tile(2, PANEL, 2, half=True)
+half3 = _tile(3, PANEL, 2, half=True)
+half4 = _tile(4, PANEL, 1, half=True)
+half6 = _tile(6, PANEL, 1, half=True)
+panel1 = _tile(1, PANEL, 4)
+panel2 = _tile(2, PANEL, 2)
+panel4 = _tile(4, PANEL, 1)
+panel6 = _tile(6, PANEL, 1)
+
+
+@intrinsic
+def widen(typing_context, source, target):
+    """Copy one line of a panel from float16 to float32."""
+
+    def codegen(context, builder, signature, args):
+        vector = ir.VectorType(F32, PANEL)
+        line = _load_line(builder, args[0], vector, True)
+        builder.store(line, builder.inttoptr(args[1], vector.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
+
 
 # exp(f) on [-ln(2)/2, ln(2)/2] by Taylor's series to degree 7: error below 6e-9, under half a ulp.
 _EXP_TERMS = [1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0]
@@ -213,3 +251,17 @@ def int64s(typing_context, address):
         return builder.inttoptr(args[0], I64.as_pointer())
 
     return types.CPointer(types.int64)(types.intp), codegen
+
+
+def records(dtype):
+    """An intrinsic like ``floats`` for records of a numpy type."""
+    pointer = types.CPointer(numba.from_dtype(dtype))
+
+    @intrinsic
+    def as_records(typing_context, address):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+        return pointer(types.intp), codegen
+
+    return as_records

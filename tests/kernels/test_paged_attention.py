@@ -211,7 +211,7 @@ def test_bytes_per_token_is_what_the_cache_takes(name):
     shape = {"kv_heads": 2, "group": 2, "head_dim": 24, "block_size": 32}
     backend = make(name, shape, layers=3)
     backend.init_cache(5)
-    allocated = sum(tensor.nbytes for cache in backend._caches for tensor in cache)
+    allocated = sum(tensor.nbytes for cache in backend.caches for tensor in cache)
     assert backend.bytes_per_token * 5 * 32 == allocated
 
 

@@ -34,6 +34,7 @@ from trioserve.errors import ModelError, StartupError
 from trioserve.ipc.messages import Stage, Work
 from trioserve.models.llama import Llama
 from trioserve.models.llama_tensors import expected_tensors
+from trioserve.models.panels import FusedLlama
 from trioserve.models.spec import ModelSpec, ResolvedModel
 from trioserve.sampling_params import SamplingParams
 
@@ -73,8 +74,9 @@ class WholeSequence:
         return mixed[0].transpose(0, 1).flatten(1)
 
 
-def plain_logits(model: Llama, token_ids: list[int]) -> Tensor:
-    """[n, vocab], the logits after each token."""
+def plain_logits(weights: str, token_ids: list[int]) -> Tensor:
+    """[n, vocab], the logits after each token, layer by layer."""
+    model = lively_model(MODEL, weights)
     n = len(token_ids)
     ids, positions = torch.tensor(token_ids), torch.arange(n)
     return model.forward(ids, positions, WholeSequence(), None, positions)
@@ -171,11 +173,11 @@ class Session:
         )
         self.events["largest batch"] = max(self.events["largest batch"], len(batch.rows))
 
-    def check(self, model: Llama) -> None:
+    def check(self, weights: str = "fp32") -> None:
         """All logits against the plain forward pass; greedy tokens are its best, or a tie."""
         for id, prompt in self.prompts.items():
             answer = self.answers[id]
-            plain = plain_logits(model, prompt + answer)
+            plain = plain_logits(weights, prompt + answer)
             for index, token in enumerate(answer):
                 position = len(prompt) + index
                 expected = plain[position - 1]
@@ -215,7 +217,9 @@ def test_everything_equals_the_plain_forward_pass(attention: str, weights: str) 
     for id, prompt in enumerate(prompts()):
         session.add(id, prompt, max_tokens=20)
     session.run()
-    session.check(runner._model)
+    session.check(weights)
+    fused = attention == "numba" and weights == "fp16"
+    assert isinstance(runner._model, FusedLlama) == fused
     stats = session.scheduler.stats(0.0)
     assert session.events["chunk"] > 5
     assert session.events["hit"] > 2
@@ -227,9 +231,10 @@ def test_everything_equals_the_plain_forward_pass(attention: str, weights: str) 
     assert len(runner._state) <= 1 + session.events["largest batch"]
 
 
-def test_alone_and_in_a_batch() -> None:
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+def test_alone_and_in_a_batch(weights: str) -> None:
     """The same tokens, and logits within the tolerance, whoever else is there."""
-    runner = start(config(), 100)
+    runner = start(config(weights=weights), 100)
     together = Session(runner, 100)
     for id, prompt in enumerate(prompts()):
         together.add(id, prompt)
@@ -265,13 +270,19 @@ def test_a_sequence_up_to_the_longest_length() -> None:
     session.add(0, prompts()[1], max_tokens=None)
     session.run()
     assert len(session.answers[0]) == 36
-    session.check(runner._model)
+    session.check()
 
 
-@pytest.mark.parametrize("attention", ["numba", "torch"])
-def test_a_row_that_overflows_fails_alone(attention: str) -> None:
-    runner = start(config(attention), 40)
-    runner._model.embedding.rows[5] = float("nan")
+KINDS = pytest.mark.parametrize(
+    ("attention", "weights"), [("numba", "fp16"), ("numba", "fp32"), ("torch", "fp32")]
+)
+
+
+@KINDS
+def test_a_row_that_overflows_fails_alone(attention: str, weights: str) -> None:
+    runner = start(config(attention, weights), 40)
+    model = getattr(runner._model, "_model", runner._model)
+    model.embedding.rows[5] = float("nan")
     clean = Session(runner, 40)
     clean.add(1, [1, 2, 3])
     clean.run()
@@ -292,9 +303,10 @@ def test_a_row_that_overflows_fails_alone(attention: str) -> None:
     assert len(session.answers[2]) == 12
 
 
-def test_a_step_that_raises_can_be_tried_row_by_row() -> None:
+@KINDS
+def test_a_step_that_raises_can_be_tried_row_by_row(attention: str, weights: str) -> None:
     """A token id outside the vocabulary takes its own row down, and no other."""
-    runner = start(config(), 40)
+    runner = start(config(attention, weights), 40)
     reference = Session(runner, 40)
     reference.add(1, [1, 2, 3, 4, 5, 6, 7])
     reference.run()
@@ -334,6 +346,20 @@ def test_masks_forbid_tokens() -> None:
     mask[17] = True
     first = runner.sample(handle, {handle.ids[0]: mask})
     assert first[0].token_id == 17
+
+
+def test_layers_run_one_by_one_where_they_cannot_be_fused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def large(resolved: ResolvedModel, layout, progress=None) -> Llama:
+        model = lively_model(resolved, layout)
+        model.layers[1].down = lively_model(resolved, "fp32").layers[1].down
+        return model
+
+    monkeypatch.setattr(model_runner, "load_model", large)
+    with caplog.at_level("INFO"):
+        assert not isinstance(start(config(weights="fp16"), 8)._model, FusedLlama)
+    assert "layers: one by one, not all weights are float16" in caplog.text
 
 
 class TestStartUp:

@@ -29,7 +29,12 @@ from trioserve.core.sampler import Sampler
 from trioserve.core.stages import StageReporter
 from trioserve.devices import cpu
 from trioserve.errors import StartupError
-from trioserve.models.attention import AttentionBackend, KVCacheSpec, make_backend
+from trioserve.models.attention import (
+    AttentionBackend,
+    KVCacheSpec,
+    NumbaAttention,
+    make_backend,
+)
 from trioserve.models.linear import choose_layout
 from trioserve.models.registry import load_model
 from trioserve.models.spec import ResolvedModel
@@ -115,6 +120,8 @@ class ModelRunner:
                 layout,
                 lambda fraction, num_bytes: stage.progress(fraction, num_bytes=num_bytes),
             )
+            if self._config.model.weights != "fp32" and isinstance(self._attention, NumbaAttention):
+                self._fuse(self._attention)
             self.num_parameters = self._model.num_parameters
             self.weight_bytes = self._model.weight_bytes
             stage.detail = f"{layout}, {format_bytes(self.weight_bytes)}"
@@ -225,6 +232,20 @@ class ModelRunner:
         return sampled
 
     # ------------------------------------------------------------------------- internals
+
+    def _fuse(self, attention: NumbaAttention) -> None:
+        """Let one kernel run the layers, where it can."""
+        from trioserve.models.panels import FusedLlama, can_fuse
+
+        if not can_fuse(self._model):
+            log.info("layers: one by one, not all weights are float16")
+            return
+        try:
+            self._model = FusedLlama(self._model, attention)
+        except Exception as error:
+            log.warning("layers: one by one, the fused kernel does not work here (%s)", error)
+        else:
+            log.info("layers: one kernel")
 
     def _forget(self, sequence_id: int) -> None:
         if sequence_id in self._state:

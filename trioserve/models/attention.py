@@ -117,10 +117,10 @@ class TorchAttention(AttentionBackend):
         return sum(spec.bytes_per_token(spec.head_dim) for spec in self.specs)
 
     def init_cache(self, num_blocks: int) -> None:
-        self._caches: list[tuple[Tensor, Tensor]] = []  # the old one goes first
+        self.caches: list[tuple[Tensor, Tensor]] = []  # the old one goes first
         for spec in self.specs:
             shape = (num_blocks, spec.num_kv_heads, self.block_size, spec.head_dim)
-            self._caches.append((_lazy_zeros(shape), _lazy_zeros(shape)))
+            self.caches.append((_lazy_zeros(shape), _lazy_zeros(shape)))
 
     def prepare(self, context: BatchContext) -> None:
         """Make each row's block ids and mask."""
@@ -141,7 +141,7 @@ class TorchAttention(AttentionBackend):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, context: BatchContext
     ) -> Tensor:
         spec = self.specs[layer]
-        keys, values = self._caches[layer]
+        keys, values = self.caches[layer]
         keys[self._blocks, :, self._offsets] = key
         values[self._blocks, :, self._offsets] = value
         out = torch.empty((query.shape[0], spec.num_heads, spec.head_dim))
@@ -180,7 +180,7 @@ class NumbaAttention(AttentionBackend):
         if any(spec != first for spec in specs):
             raise ValueError("layers with different caches")
         self.team = Team(threads, cache_directory())
-        self._kernel = PagedAttention(
+        self.kernel = PagedAttention(
             self.team,
             kv_heads=first.num_kv_heads,
             group=first.num_heads // first.num_kv_heads,
@@ -191,15 +191,15 @@ class NumbaAttention(AttentionBackend):
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(spec.bytes_per_token(self._kernel.lanes) for spec in self.specs)
+        return sum(spec.bytes_per_token(self.kernel.lanes) for spec in self.specs)
 
     def init_cache(self, num_blocks: int) -> None:
-        self._caches: list[tuple[Tensor, Tensor]] = []
+        self.caches: list[tuple[Tensor, Tensor]] = []
         for _ in self.specs:
-            self._caches.append(self._kernel.new_cache(num_blocks))
+            self.caches.append(self.kernel.new_cache(num_blocks))
 
     def prepare(self, context: BatchContext) -> None:
-        self._kernel.prepare(
+        self.kernel.prepare(
             slots=context.slots,
             query_starts=context.query_starts,
             row_starts=context.row_starts,
@@ -210,7 +210,7 @@ class NumbaAttention(AttentionBackend):
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, context: BatchContext
     ) -> Tensor:
-        return self._kernel(self._caches[layer], query, key, value)
+        return self.kernel(self.caches[layer], query, key, value)
 
 
 def make_backend(

@@ -1,0 +1,339 @@
+"""All decoder layers of a Llama in one parallel region.
+
+At batch 1 a step reads each weight once and computes little; with an operator at a time the calls
+between take longer than that, and every one of them finds its code pushed out of the cache by the
+weights. Here the threads go through the layers together, with a barrier between the phases of a
+layer, and leave after the last layer's attention: what follows concerns only the tokens whose
+logits are wanted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+
+import numba
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from trioserve.kernels.cpu import half_linear, paged_attention, simd
+from trioserve.kernels.cpu.half_linear import PANEL, product_share
+from trioserve.kernels.cpu.paged_attention import PagedAttention, attend_share
+from trioserve.kernels.cpu.runtime import FASTMATH, Team, team_barrier, thread_index
+
+COLUMNS = 512  # of the activation, one thread at a time
+QKV, OUTPUT, GATE_UP, DOWN = range(4)  # a layer's products
+
+_FIELDS = (
+    *("hidden", "normed", "heads", "gate_up", "gated", "rotations", "norms"),
+    *("rows", "width", "inner", "rotated_heads", "heads_stride", "head_dim"),
+    *("layers", "linears", "attentions", "threads"),
+)
+
+
+class Params(ctypes.Structure):
+    """Addresses of float32; ``norms`` is int64 [layers, 2] of addresses, ``linears`` and
+    ``attentions`` hold [layers, 4] and [layers] of the kernels' own parameters."""
+
+    _fields_ = [*((name, ctypes.c_int64) for name in _FIELDS), ("eps", ctypes.c_double)]
+
+
+_LINEAR = np.dtype(half_linear.Params)
+_ATTENTION = np.dtype(paged_attention.Params)
+_linears = simd.records(_LINEAR)
+_attentions = simd.records(_ATTENTION)
+
+
+@frozen(kw_only=True)
+class DecoderLayer:
+    """One layer's weights. Panels are of ``half_linear.HalfLinear.pack``; biases may be None.
+
+    norms float32 [width]; qkv [heads + 2 kv_heads, …], its q and k rows in rotary order (pairs
+    adjacent); gate_up gate first.
+    """
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def reference(hidden, rotations, layers, ends, heads, eps):
+    """All layers in float64, without a cache: every row of tokens begins its sequence.
+
+    Args:
+        hidden: [n, width]. rotations: complex [n, 1, head_dim / 2].
+        layers: dictionaries like DecoderLayer with plain weights [out, in].
+        ends: first token of each row, then n.
+        heads: query heads, KV heads, head_dim.
+
+    Returns: what the last layer began with [n, width], and its attention [n, heads * head_dim].
+    """
+    hidden = hidden.astype(np.float64)
+
+    def norm(weight):
+        scale = np.sqrt((hidden**2).mean(-1, keepdims=True) + eps)
+        return hidden / scale * weight.numpy()
+
+    def product(x, layer, name):
+        bias = layer[f"{name}_bias"]
+        return half_linear.reference(x, layer[name].numpy(), None if bias is None else bias.numpy())
+
+    q_heads, kv_heads, dim = heads
+    for index, layer in enumerate(layers):
+        qkv = product(norm(layer["attention_norm"]), layer, "qkv").reshape(len(hidden), -1, dim)
+        turned = (qkv[..., 0::2] + 1j * qkv[..., 1::2]) * rotations
+        turned = np.stack([turned.real, turned.imag], -1).reshape(qkv.shape)
+        query, key = turned[:, :q_heads], turned[:, q_heads : q_heads + kv_heads]
+        value = qkv[:, q_heads + kv_heads :]
+        mixed = np.concatenate(
+            [
+                paged_attention.reference(
+                    query[first:last],
+                    key[None, first:last].transpose(0, 2, 1, 3),
+                    value[None, first:last].transpose(0, 2, 1, 3),
+                    [0],
+                    0,
+                    dim**-0.5,
+                ).reshape(last - first, -1)
+                for first, last in itertools.pairwise(ends)
+            ]
+        )
+        if index == len(layers) - 1:
+            return hidden, mixed
+        hidden = hidden + product(mixed, layer, "output")
+        gate, up = np.split(product(norm(layer["mlp_norm"]), layer, "gate_up"), 2, -1)
+        hidden = hidden + product(gate / (1 + np.exp(-gate)) * up, layer, "down")
+    return None
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _sum_of_squares(x, width):
+    total = np.float32(0.0)
+    for j in range(width):
+        total += x[j] * x[j]
+    return total
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _norm(p, weight_address, first, last):
+    """normed = RMS norm of hidden, rows [first, last)."""
+    weight = numba.carray(simd.floats(weight_address), p.width)
+    width = p.width
+    for row in range(first, last):
+        hidden = numba.carray(simd.floats(p.hidden + row * width * 4), width)
+        normed = numba.carray(simd.floats(p.normed + row * width * 4), width)
+        mean = _sum_of_squares(hidden, width) / width
+        factor = np.float32(1.0 / math.sqrt(mean + p.eps))
+        for j in range(width):
+            normed[j] = hidden[j] * factor * weight[j]
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _rotate(p, first, last):
+    """Turn the q and k heads of tokens [first, last), pair by pair."""
+    dim = p.head_dim
+    for token in range(first, last):
+        turn = numba.carray(simd.floats(p.rotations + token * dim * 4), dim)
+        for head in range(p.rotated_heads):
+            place = p.heads + (token * p.heads_stride + head * dim) * 4
+            x = numba.carray(simd.floats(place), dim)
+            for i in range(dim // 2):
+                real, imaginary = x[2 * i], x[2 * i + 1]
+                x[2 * i] = real * turn[2 * i] - imaginary * turn[2 * i + 1]
+                x[2 * i + 1] = real * turn[2 * i + 1] + imaginary * turn[2 * i]
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _gate(p, thread):
+    """gated = silu(gate) * up, in pieces of COLUMNS."""
+    inner = p.inner
+    pieces = (inner + COLUMNS - 1) // COLUMNS
+    units = p.rows * pieces
+    for unit in range(units * thread // p.threads, units * (thread + 1) // p.threads):
+        row, column = unit // pieces, unit % pieces * COLUMNS
+        count = min(COLUMNS, inner - column)
+        start = p.gate_up + (row * 2 * inner + column) * 4
+        gate = numba.carray(simd.floats(start), count)
+        up = numba.carray(simd.floats(start + inner * 4), count)
+        out = numba.carray(simd.floats(p.gated + (row * inner + column) * 4), count)
+        for j in range(count):
+            out[j] = gate[j] * up[j] / (np.float32(1.0) + simd.exp_f32(-gate[j]))
+
+
+def decoder(params):
+    """The kernel: one thread's way through all layers."""
+    p = numba.carray(params, 1)[0]
+    thread = thread_index() if p.threads > 1 else 0
+    first, last = p.rows * thread // p.threads, p.rows * (thread + 1) // p.threads
+    norms = numba.carray(simd.int64s(p.norms), (p.layers, 2))
+    linears = numba.carray(_linears(p.linears), (p.layers, 4))
+    attentions = numba.carray(_attentions(p.attentions), p.layers)
+    for layer in range(p.layers):
+        _norm(p, norms[layer, 0], first, last)
+        team_barrier()
+        product_share(linears[layer, QKV], thread)
+        team_barrier()
+        _rotate(p, first, last)
+        team_barrier()
+        attend_share(attentions[layer], thread)
+        if layer == p.layers - 1:
+            break
+        team_barrier()
+        product_share(linears[layer, OUTPUT], thread)
+        team_barrier()
+        _norm(p, norms[layer, 1], first, last)
+        team_barrier()
+        product_share(linears[layer, GATE_UP], thread)
+        team_barrier()
+        _gate(p, thread)
+        team_barrier()
+        product_share(linears[layer, DOWN], thread)
+        team_barrier()
+
+
+class Decoder:
+    """Runs the layers of one model. Used by one thread.
+
+    Args:
+        team: runs the kernel.
+        layers: the weights.
+        attention: prepared for each step before the call.
+        eps: of the norms.
+    """
+
+    def __init__(
+        self, team: Team, layers: list[DecoderLayer], attention: PagedAttention, eps: float
+    ) -> None:
+        self._kernel = team.compile(decoder, Params)
+        self._layers = layers
+        self._attention = attention
+        self._threads = team.threads
+        self._params = p = Params()
+        first = layers[0]
+        q_heads = attention.kv_heads * attention.group
+        self._width = first.attention_norm.shape[0]
+        self._inner = first.down.shape[1]
+        self._mixed_width = q_heads * attention.head_dim
+        self._heads_width = self._mixed_width + 2 * attention.kv_heads * attention.head_dim
+        p.width, p.inner, p.eps = self._width, self._inner, eps
+        p.rotated_heads = q_heads + attention.kv_heads
+        p.heads_stride, p.head_dim = self._heads_width, attention.head_dim
+        p.layers, p.threads = len(layers), team.threads
+        self._norms = np.array(
+            [[layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()] for layer in layers],
+            np.int64,
+        )
+        self._linears = np.zeros((len(layers), 4), _LINEAR)
+        self._attentions = np.zeros(len(layers), _ATTENTION)
+        # Each product and each layer's attention counts its units on cache lines of its own.
+        self._counters = np.zeros((len(layers), 4 + 3, 8), np.int64)
+        p.norms, p.linears = self._norms.ctypes.data, self._linears.ctypes.data
+        p.attentions = self._attentions.ctypes.data
+        self._rows = 0
+        self._set_weights()
+        self._reserve(64)
+
+    def __call__(
+        self, hidden: Tensor, rotations: Tensor, caches: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Run the layers up to the last one's attention.
+
+        Args:
+            hidden: float32 [n, width], contiguous; changed to what the last layer began with.
+            rotations: complex64 [n, 1, head_dim / 2], contiguous.
+            caches: keys and values of each layer, made by ``attention.new_cache``.
+
+        Returns:
+            float32 [n, heads * head_dim], the last layer's attention; valid until the next call.
+
+        Raises:
+            ValueError: another shape, type or layout, or rows other than were prepared.
+        """
+        p = self._params
+        rows = hidden.shape[0]
+        for name, tensor, dtype, shape in (
+            ("hidden", hidden, torch.float32, (rows, self._width)),
+            ("rotations", rotations, torch.complex64, (rows, 1, p.head_dim // 2)),
+        ):
+            if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+                raise ValueError(f"{name} must be {dtype} {list(shape)}, contiguous")
+        if rows != self._attention.params.num_tokens:
+            raise ValueError(f"{self._attention.params.num_tokens} tokens prepared, {rows} came")
+        if len(caches) != p.layers:
+            raise ValueError(f"{p.layers} caches are needed, {len(caches)} came")
+        if rows > self._capacity:
+            self._reserve(rows)
+        p.hidden, p.rotations, p.rows = hidden.data_ptr(), rotations.data_ptr(), rows
+        linears = self._linears
+        linears["rows"] = rows
+        linears["out"][:, OUTPUT] = linears["out"][:, DOWN] = hidden.data_ptr()
+        self._set_attention(caches)
+        self._counters[:, :, 0] = 0
+        self._kernel(p)
+        return self._mixed[:rows]
+
+    def _set_weights(self) -> None:
+        for index, layer in enumerate(self._layers):
+            for which, packed, bias, outputs in (
+                (QKV, layer.qkv, layer.qkv_bias, self._heads_width),
+                (OUTPUT, layer.output, layer.output_bias, self._width),
+                (GATE_UP, layer.gate_up, layer.gate_up_bias, 2 * self._inner),
+                (DOWN, layer.down, layer.down_bias, self._width),
+            ):
+                line = self._linears[index, which]
+                line["weight"] = packed.data_ptr()
+                line["bias"] = 0 if bias is None else bias.data_ptr()
+                line["inputs"] = line["x_stride"] = packed.shape[1]
+                line["outputs"], line["panels"] = outputs, packed.shape[0]
+                line["panels_per_unit"] = max(1, packed.shape[0] // (self._threads * 8))
+                line["threads"], line["add"] = self._threads, which in (OUTPUT, DOWN)
+                line["counter"] = self._counters[index, which].ctypes.data
+
+    def _reserve(self, rows: int) -> None:
+        """Make the buffers between the phases."""
+        self._capacity = rows
+        self._normed = torch.zeros(rows, self._width)
+        self._heads = torch.zeros(rows, self._heads_width)
+        self._mixed = torch.zeros(rows, self._mixed_width)
+        self._gate_up = torch.zeros(rows, 2 * self._inner)
+        self._gated = torch.zeros(rows, self._inner)
+        stride = (half_linear.DEPTH + rows) * PANEL * 4 + 64
+        self._scratch = np.zeros(self._threads * stride, np.uint8)
+        linears = self._linears
+        linears["scratch"], linears["scratch_stride"] = self._scratch.ctypes.data, stride
+        for which, source in (
+            (QKV, self._normed),
+            (OUTPUT, self._mixed),
+            (GATE_UP, self._normed),
+            (DOWN, self._gated),
+        ):
+            linears["x"][:, which] = source.data_ptr()
+        linears["out"][:, QKV] = self._heads.data_ptr()
+        linears["out"][:, GATE_UP] = self._gate_up.data_ptr()
+        p = self._params
+        p.normed, p.heads = self._normed.data_ptr(), self._heads.data_ptr()
+        p.gate_up, p.gated = self._gate_up.data_ptr(), self._gated.data_ptr()
+
+    def _set_attention(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """Give every layer the step's rows, and its own cache."""
+        lines = self._attentions
+        lines[:] = np.frombuffer(self._attention.params, _ATTENTION)[0]
+        dim, heads = self._params.head_dim, self._heads.data_ptr()
+        lines["query"], lines["out"] = heads, self._mixed.data_ptr()
+        lines["key"] = heads + self._mixed_width * 4
+        lines["value"] = heads + (self._mixed_width + self._attention.kv_heads * dim) * 4
+        for name in ("query_stride", "key_stride", "value_stride"):
+            lines[name] = self._heads_width
+        lines["keys"] = [keys.data_ptr() for keys, _ in caches]
+        lines["values"] = [values.data_ptr() for _, values in caches]
+        lines["counters"] = [line[4].ctypes.data for line in self._counters]

@@ -1,0 +1,200 @@
+"""Products with float16 weights and float32 activations: x · Wᵀ + bias.
+
+The weight [out, in] lies in panels of PANEL outputs, in-major: [panels, in, PANEL] float16. One
+line of a panel is one or two registers; a tile of up to six rows of x against a panel keeps its
+sums in registers. With few rows the panel is widened as it is read, so that memory is all there is
+to wait for; with many it is widened once into a scratch that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numba
+import numpy as np
+import torch
+
+from trioserve.kernels.cpu import simd
+from trioserve.kernels.cpu.runtime import FASTMATH, Team, next_unit, thread_index
+
+PANEL = simd.PANEL
+DEPTH = 512  # inputs of a panel that are widened at once
+FEW_ROWS = 6
+
+_FIELDS = (
+    *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
+    *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add"),
+)
+
+
+class Params(ctypes.Structure):
+    """Addresses of float32 but for ``weight``; the stride in elements; ``bias`` may be 0. With
+    ``add`` the product is added to what ``out`` holds."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
+
+
+def reference(x, weight, bias):
+    """float64, with the weight rounded to float16."""
+    product = x.astype(np.float64) @ weight.astype(np.float16).astype(np.float64).T
+    return product if bias is None else product + bias
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _half_product(rows, a, lda, b, c, ldc, k, accumulate):
+    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL], B float16; at most 6 rows."""
+    if rows == 6:
+        simd.half6(a, lda, b, PANEL, c, ldc, k, accumulate)
+        return
+    if rows >= 4:
+        simd.half4(a, lda, b, PANEL, c, ldc, k, accumulate)
+        rows -= 4
+        a += 4 * lda * 4
+        c += 4 * ldc * 4
+    if rows == 3:
+        simd.half3(a, lda, b, PANEL, c, ldc, k, accumulate)
+    elif rows == 2:
+        simd.half2(a, lda, b, PANEL, c, ldc, k, accumulate)
+    elif rows == 1:
+        simd.half1(a, lda, b, PANEL, c, ldc, k, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _panel_product(rows, a, lda, b, c, ldc, k, accumulate):
+    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL]."""
+    row = 0
+    while rows - row >= 6:
+        simd.panel6(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+        row += 6
+    if rows - row >= 4:
+        simd.panel4(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+        row += 4
+    if rows - row >= 2:
+        simd.panel2(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+        row += 2
+    if rows > row:
+        simd.panel1(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _panel(p, panel, scratch):
+    """All rows against one panel."""
+    first = panel * PANEL
+    width = min(PANEL, p.outputs - first)
+    weight = p.weight + first * p.inputs * 2
+    out = p.out + first * 4
+    stride, add = p.outputs, p.add
+    if width < PANEL:  # the last one goes through a place of its own
+        out = scratch + DEPTH * PANEL * 4
+        stride, add = PANEL, 0
+    if p.rows <= FEW_ROWS:
+        _half_product(p.rows, p.x, p.x_stride, weight, out, stride, p.inputs, add)
+    else:
+        for depth in range(0, p.inputs, DEPTH):
+            count = min(DEPTH, p.inputs - depth)
+            for i in range(count):
+                simd.widen(weight + (depth + i) * PANEL * 2, scratch + i * PANEL * 4)
+            x = p.x + depth * 4
+            more = 1 if depth > 0 else add
+            _panel_product(p.rows, x, p.x_stride, scratch, out, stride, count, more)
+    if width < PANEL:
+        _copy(p, first, width, out)
+    if p.bias != 0:
+        _add_bias(p, first, width)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _copy(p, first, width, tile):
+    """From a tile of its own to where the last panel's outputs belong."""
+    for row in range(p.rows):
+        source = numba.carray(simd.floats(tile + row * PANEL * 4), width)
+        target = numba.carray(simd.floats(p.out + (row * p.outputs + first) * 4), width)
+        for j in range(width):
+            target[j] = source[j] + (target[j] if p.add != 0 else np.float32(0.0))
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _add_bias(p, first, width):
+    bias = numba.carray(simd.floats(p.bias + first * 4), width)
+    for row in range(p.rows):
+        target = numba.carray(simd.floats(p.out + (row * p.outputs + first) * 4), width)
+        for j in range(width):
+            target[j] += bias[j]
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def product_share(p, thread):
+    """One thread's panels, taken as they come."""
+    scratch = p.scratch + thread * p.scratch_stride
+    while True:
+        first = next_unit(p.counter) * p.panels_per_unit
+        if first >= p.panels:
+            break
+        for panel in range(first, min(first + p.panels_per_unit, p.panels)):
+            _panel(p, panel, scratch)
+
+
+def half_linear(params):
+    """The kernel of one product."""
+    p = numba.carray(params, 1)[0]
+    product_share(p, thread_index() if p.threads > 1 else 0)
+
+
+class HalfLinear:
+    """Runs the product for weights made by ``pack``."""
+
+    def __init__(self, team: Team) -> None:
+        self._kernel = team.compile(half_linear, Params)
+        self._params = p = Params()
+        self._counter = ctypes.c_int64()
+        p.threads = team.threads
+        p.counter = ctypes.addressof(self._counter)
+        self._reserve(64)
+
+    @staticmethod
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        """float32 [out, in] to panels, float16 [panels, in, PANEL]."""
+        outputs, inputs = weight.shape
+        panels = -(-outputs // PANEL)
+        packed = torch.zeros((panels * PANEL, inputs), dtype=torch.float16)
+        packed[:outputs] = weight
+        return packed.view(panels, PANEL, inputs).transpose(1, 2).contiguous()
+
+    def __call__(
+        self, x: torch.Tensor, packed: torch.Tensor, outputs: int, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float32 [n, in] to a new float32 [n, out].
+
+        Raises:
+            ValueError: another shape, type or layout.
+        """
+        rows, inputs = x.shape
+        panels = -(-outputs // PANEL)
+        if x.dtype != torch.float32 or x.stride(1) != 1:
+            raise ValueError("x must be float32, its rows without gaps")
+        if (
+            packed.dtype != torch.float16
+            or packed.shape != (panels, inputs, PANEL)
+            or not packed.is_contiguous()
+        ):
+            raise ValueError(f"packed must be float16 [{panels}, {inputs}, {PANEL}]")
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,)):
+            raise ValueError(f"bias must be float32 [{outputs}]")
+        out = torch.empty((rows, outputs), dtype=torch.float32)
+        p = self._params
+        if rows > self._max_rows:
+            self._reserve(rows)
+        p.x, p.x_stride, p.weight = x.data_ptr(), x.stride(0), packed.data_ptr()
+        p.bias = 0 if bias is None else bias.data_ptr()
+        p.out, p.rows, p.inputs, p.outputs, p.panels = out.data_ptr(), rows, inputs, outputs, panels
+        p.panels_per_unit = max(1, panels // (p.threads * 8))
+        self._counter.value = 0
+        self._kernel(p)
+        return out
+
+    def _reserve(self, rows: int) -> None:
+        self._max_rows = rows
+        p = self._params
+        p.scratch_stride = (DEPTH + rows) * PANEL * 4 + 64
+        self._scratch = np.zeros(p.threads * p.scratch_stride, np.uint8)
+        p.scratch = self._scratch.ctypes.data
