@@ -16,6 +16,7 @@ from trioserve.core.batch import Executor, SampledRow, ScheduledBatch
 from trioserve.core.kv_cache import plan_kv_cache
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.stages import StageReporter
+from trioserve.devices.memory import give_memory_back
 from trioserve.errors import RequestError, StartupError
 from trioserve.ipc.child import Channel
 from trioserve.ipc.messages import (
@@ -98,6 +99,7 @@ class EngineCore:
             # What start-up made lives as long as the process: the collector need not walk it.
             gc.collect()
             gc.freeze()
+            give_memory_back()
         self._channel.send(
             Ready(
                 ReadyInfo(

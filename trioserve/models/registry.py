@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+from trioserve.devices.memory import give_memory_back
 from trioserve.errors import ModelError
 from trioserve.models.linear import Layout
 from trioserve.models.loader import open_weights
@@ -45,13 +45,5 @@ def load_model(
                 progress(*tensors.progress)
 
         loaded = getattr(module, class_name)(model.spec, tensors, layout, report)
-    _give_memory_back()
+    give_memory_back()
     return loaded
-
-
-def _give_memory_back() -> None:
-    """Have glibc return what it keeps of freed memory: after a load that is as much as the model
-    takes. Elsewhere nothing is done."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
