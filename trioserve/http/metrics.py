@@ -18,7 +18,7 @@ from trioserve.ipc.messages import STAGES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "gone")
-FINISHES = ("stop", "length", "error", "cut", "gone")
+FINISHES = ("stop", "length", "error", "timeout", "cut", "gone")
 OTHER_ROUTE = "other"
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -123,6 +123,9 @@ class _EngineCollector(Collector):
         yield seconds
         yield _gauge("ready_seconds", "Start to ready; 0 before.", status.ready_after_s or 0.0)
         yield _gauge("engine_incarnation", "Worker incarnation.", status.incarnation)
+        yield CounterMetricFamily(
+            "trioserve_engine_restarts", "Workers started after a death.", status.num_restarts
+        )
         yield _gauge("requests_open", "Requests submitted and not ended.", status.num_requests)
         running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
         yield _gauge("requests_running", "Sequences in the last step.", running)
