@@ -22,7 +22,7 @@ from torch import Tensor
 from trioserve.kernels.cpu import half_linear, paged_attention, simd
 from trioserve.kernels.cpu.half_linear import PANEL, product_share
 from trioserve.kernels.cpu.paged_attention import PagedAttention, attend_share
-from trioserve.kernels.cpu.runtime import FASTMATH, Team, team_barrier, thread_index
+from trioserve.kernels.cpu.runtime import FASTMATH, Kernel, Team, team_barrier, thread_index
 
 COLUMNS = 512  # of the activation, one thread at a time
 QKV, OUTPUT, GATE_UP, DOWN = range(4)  # a layer's products
@@ -201,20 +201,31 @@ def decoder(params):
         team_barrier()
 
 
+def compile_decoder(team: Team) -> Kernel:
+    """The kernel, before there are weights. Raises what numba raises where it does not work."""
+    return team.compile(decoder, Params)
+
+
 class Decoder:
     """Runs the layers of one model. Used by one thread.
 
     Args:
         team: runs the kernel.
+        kernel: of ``compile_decoder``.
         layers: the weights.
         attention: prepared for each step before the call.
         eps: of the norms.
     """
 
     def __init__(
-        self, team: Team, layers: list[DecoderLayer], attention: PagedAttention, eps: float
+        self,
+        team: Team,
+        kernel: Kernel,
+        layers: list[DecoderLayer],
+        attention: PagedAttention,
+        eps: float,
     ) -> None:
-        self._kernel = team.compile(decoder, Params)
+        self._kernel = kernel
         self._layers = layers
         self._attention = attention
         self._threads = team.threads

@@ -20,7 +20,14 @@ import numpy as np
 import torch
 
 from trioserve.kernels.cpu import simd
-from trioserve.kernels.cpu.runtime import FASTMATH, Team, next_unit, team_barrier, thread_index
+from trioserve.kernels.cpu.runtime import (
+    FASTMATH,
+    Kernel,
+    Team,
+    next_unit,
+    team_barrier,
+    thread_index,
+)
 
 SPAN = 256  # context tokens of one item of a decode row
 SEGMENT = 128  # context tokens whose scores are held at once
@@ -404,7 +411,8 @@ class PagedAttention:
     ) -> None:
         if block_size != 8 and block_size % 16:
             raise ValueError(f"block_size must be 8 or a multiple of 16, not {block_size}")
-        self._attend = team.compile(attend, Params)
+        self._team = team
+        self._attend: Kernel | None = None
         self._plan = team.compile(plan, Params)
         self.params = params = Params()
         self.kv_heads, self.group, self.head_dim = kv_heads, group, head_dim
@@ -423,6 +431,10 @@ class PagedAttention:
         self._reserve_items(64)
         self._reserve_rows(64)
         self._reserve_parts(1)
+
+    def compile(self) -> None:
+        """Compile what a call needs; not needed where the decoder kernel does the attention."""
+        self._attend = self._attend or self._team.compile(attend, Params)
 
     def new_cache(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, zeroed; memory is taken as blocks are first written."""
@@ -498,6 +510,8 @@ class PagedAttention:
         p.out = out.data_ptr()
         p.keys, p.values = cache[0].data_ptr(), cache[1].data_ptr()
         self._counters[::8] = 0
+        if self._attend is None:
+            self.compile()
         self._attend(p)
         return out
 

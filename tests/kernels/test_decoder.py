@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.kernels.cpu import half_linear
-from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, reference
+from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder, reference
 from trioserve.kernels.cpu.half_linear import HalfLinear
 from trioserve.kernels.cpu.paged_attention import PagedAttention
+from trioserve.kernels.cpu.runtime import Kernel
 
 HEADS, KV_HEADS, DIM, WIDTH, INNER, LAYERS = 6, 2, 8, 48, 520, 3
 
@@ -19,6 +20,11 @@ HEADS, KV_HEADS, DIM, WIDTH, INNER, LAYERS = 6, 2, 8, 48, 520, 3
 @pytest.fixture(scope="module")
 def products(team) -> HalfLinear:
     return HalfLinear(team)
+
+
+@pytest.fixture(scope="module")
+def kernel(team) -> Kernel:
+    return compile_decoder(team)
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -104,10 +110,10 @@ def prepare(attention, context) -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [[(0, 1)], [(0, 3)], [(0, 1)] * 9, [(0, 70), (0, 1), (0, 20)]])
-def test_layers_equal_float64(make_batch, team, rows, with_bias):
+def test_layers_equal_float64(make_batch, team, kernel, rows, with_bias):
     attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
     layers = make_layers(with_bias)
-    decoder = Decoder(team, [packed(layer) for layer in layers], attention, 1e-5)
+    decoder = Decoder(team, kernel, [packed(layer) for layer in layers], attention, 1e-5)
     batch = make_batch(rows, 16)
     caches = [attention.new_cache(batch.num_blocks) for _ in layers]
     prepare(attention, batch.context)
@@ -124,9 +130,11 @@ def test_layers_equal_float64(make_batch, team, rows, with_bias):
         np.testing.assert_allclose(mixed, expected, atol=2e-4)
 
 
-def test_layers_refuse_what_they_would_read_wrongly(make_batch, team):
+def test_layers_refuse_what_they_would_read_wrongly(make_batch, team, kernel):
     attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
-    decoder = Decoder(team, [packed(layer) for layer in make_layers(False)], attention, 1e-5)
+    decoder = Decoder(
+        team, kernel, [packed(layer) for layer in make_layers(False)], attention, 1e-5
+    )
     batch = make_batch([(0, 4)], 16)
     caches = [attention.new_cache(batch.num_blocks) for _ in range(LAYERS)]
     prepare(attention, batch.context)

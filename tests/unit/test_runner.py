@@ -7,6 +7,7 @@ hits, preemption and mixed batches, and it is asserted that all of these did hap
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -75,7 +76,7 @@ class WholeSequence:
 
 
 def plain_logits(weights: str, token_ids: list[int]) -> Tensor:
-    """[n, vocab], the logits after each token, layer by layer."""
+    """[n, vocab], the logits after each token, layer by layer with torch's own products."""
     model = lively_model(MODEL, weights)
     n = len(token_ids)
     ids, positions = torch.tensor(token_ids), torch.arange(n)
@@ -281,7 +282,7 @@ KINDS = pytest.mark.parametrize(
 @KINDS
 def test_a_row_that_overflows_fails_alone(attention: str, weights: str) -> None:
     runner = start(config(attention, weights), 40)
-    model = getattr(runner._model, "_model", runner._model)
+    model = getattr(runner._model, "model", runner._model)
     model.embedding.rows[5] = float("nan")
     clean = Session(runner, 40)
     clean.add(1, [1, 2, 3])
@@ -358,8 +359,27 @@ def test_layers_run_one_by_one_where_they_cannot_be_fused(
 
     monkeypatch.setattr(model_runner, "load_model", large)
     with caplog.at_level("INFO"):
-        assert not isinstance(start(config(weights="fp16"), 8)._model, FusedLlama)
+        runner = start(config(weights="fp16"), 40)
+    assert not isinstance(runner._model, FusedLlama)
     assert "layers: one by one, not all weights are float16" in caplog.text
+    session = Session(runner, 40)
+    for id, prompt in enumerate(prompts()):
+        session.add(id, prompt)
+    session.run()
+    assert all(len(answer) == 12 for answer in session.answers.values())
+
+
+def test_a_decoder_kernel_that_fails_is_no_crash(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "trioserve.models.panels", None)
+    runner = start(config(weights="fp16"), 40)
+    assert "layers run one by one: their kernel does not work here" in caplog.text
+    assert runner._layout == "fp16"
+    session = Session(runner, 40)
+    session.add(0, [1, 2, 3])
+    session.run()
+    session.check("fp16")
 
 
 class TestStartUp:
@@ -406,7 +426,7 @@ class TestStartUp:
             runner.init_kv_cache(1 << 40, 96)
 
     def test_a_backend_that_cannot_be_had(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "trioserve.kernels.cpu.runtime", None)
+        monkeypatch.setitem(sys.modules, "trioserve.kernels.cpu.runtime", None)
         with pytest.raises(ModelError, match="attention = numba does not work here"):
             start(config(), 8)
 

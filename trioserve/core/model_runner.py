@@ -26,7 +26,7 @@ from trioserve.core.batch import (
 from trioserve.core.batch_state import BatchState
 from trioserve.core.kv_cache import format_bytes
 from trioserve.core.sampler import Sampler
-from trioserve.core.stages import StageReporter
+from trioserve.core.stages import RunningStage, StageReporter
 from trioserve.devices import cpu
 from trioserve.errors import StartupError
 from trioserve.models.attention import (
@@ -35,7 +35,8 @@ from trioserve.models.attention import (
     NumbaAttention,
     make_backend,
 )
-from trioserve.models.linear import choose_layout
+from trioserve.models.fusing import compile_kernels
+from trioserve.models.linear import Layout, choose_layout
 from trioserve.models.registry import load_model
 from trioserve.models.spec import ResolvedModel
 from trioserve.sampling_params import SamplingParams
@@ -74,6 +75,8 @@ class ModelRunner:
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._max_rows = min(config.scheduler.max_num_seqs, self._max_tokens)
         self._attention: AttentionBackend
+        self._kernels: Any = None  # trioserve.models.panels.PanelKernels, where numba works
+        self._layout: Layout
         self._model: Any
         self._state: BatchState
         self._sampler = Sampler(
@@ -87,44 +90,57 @@ class ModelRunner:
     def load(self, report: StageReporter) -> None:
         """Stages device, distributed, weights. Raises ModelError for files at fault."""
         with report.stage("device") as stage:
-            self._processor = cpu.detect(self._config)
-            torch.set_num_threads(self._processor.threads)
-            stage.detail = self._processor.describe()
-            log.info("device: %s", stage.detail)
-            layout, reason = choose_layout(self._config.model.weights)
-            log.info("weights: %s (%s)", layout, reason)
-            stage.progress(detail=f"{stage.detail}; attention kernels")
-            started = time.monotonic()
-            spec = self._spec
-            layer = KVCacheSpec(
-                num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
-            )
-            self._attention = make_backend(
-                self._config.kernels.attention,
-                [layer] * spec.num_layers,
-                self._config.cache.block_size,
-                self._processor.threads,
-            )
-            self.kv_bytes_per_token = self._attention.bytes_per_token
-            seconds = time.monotonic() - started
-            stage.detail = (
-                f"{self._processor.describe()}; attention {self._attention.name}"
-                f"{self._attention.detail}, {seconds:.1f} s"
-            )
-            log.info("attention: %s%s", self._attention.name, self._attention.detail)
+            self._choose_device(stage)
         with report.stage("distributed", "one rank"):
             pass
-        with report.stage("weights", layout) as stage:
-            self._model = load_model(
+        with report.stage("weights", self._layout) as stage:
+            model = load_model(
                 self._resolved,
-                layout,
+                self._layout,
                 lambda fraction, num_bytes: stage.progress(fraction, num_bytes=num_bytes),
             )
-            if self._config.model.weights != "fp32" and isinstance(self._attention, NumbaAttention):
-                self._fuse(self._attention)
-            self.num_parameters = self._model.num_parameters
-            self.weight_bytes = self._model.weight_bytes
-            stage.detail = f"{layout}, {format_bytes(self.weight_bytes)}"
+            if self._kernels is not None and isinstance(self._attention, NumbaAttention):
+                model = self._kernels.finish(model, self._attention)
+            self._model = model
+            self.num_parameters = model.num_parameters
+            self.weight_bytes = model.weight_bytes
+            stage.detail = f"{self._weights_name}, {format_bytes(self.weight_bytes)}"
+
+    def _choose_device(self, stage: RunningStage) -> None:
+        """Threads, attention backend, weight layout; each is logged with its reason."""
+        self._processor = processor = cpu.detect(self._config)
+        torch.set_num_threads(processor.threads)
+        log.info("device: %s", processor.describe())
+        stage.progress(detail=f"{processor.describe()}; kernels, compiled once per machine")
+        started = time.monotonic()
+        spec = self._spec
+        layer = KVCacheSpec(
+            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
+        )
+        self._attention = attention = make_backend(
+            self._config.kernels.attention,
+            [layer] * spec.num_layers,
+            self._config.cache.block_size,
+            processor.threads,
+        )
+        self.kv_bytes_per_token = attention.bytes_per_token
+        if self._config.model.weights != "fp32" and processor.reads_float16:
+            self._kernels = compile_kernels(attention)
+        if self._kernels is not None:
+            self._layout, reason = "panels", "float16, the layers run as one kernel"
+        else:
+            attention.compile()
+            self._layout, reason = choose_layout(self._config.model.weights)
+        log.info("weights: %s (%s)", self._layout, reason)
+        log.info("attention: %s", attention.describe())
+        stage.detail = (
+            f"{processor.describe()}; attention {attention.describe()}; "
+            f"kernels ready in {time.monotonic() - started:.1f} s"
+        )
+
+    @property
+    def _weights_name(self) -> str:
+        return "fp32" if self._layout == "fp32" else "fp16"
 
     def profile(self, report: StageReporter) -> MemoryProfile:
         """Stage profile: run a step of the most rows with a cache just large enough, and measure.
@@ -180,7 +196,7 @@ class ModelRunner:
         """For ReadyInfo: architecture, weights, dtype, device, threads, attention."""
         return {
             "architecture": self._spec.architecture,
-            "weights": self._model.layout,
+            "weights": self._weights_name,
             "dtype": "float32",
             "device": "cpu",
             "threads": self._processor.threads,
@@ -232,20 +248,6 @@ class ModelRunner:
         return sampled
 
     # ------------------------------------------------------------------------- internals
-
-    def _fuse(self, attention: NumbaAttention) -> None:
-        """Let one kernel run the layers, where it can."""
-        from trioserve.models.panels import FusedLlama, can_fuse
-
-        if not can_fuse(self._model):
-            log.info("layers: one by one, not all weights are float16")
-            return
-        try:
-            self._model = FusedLlama(self._model, attention)
-        except Exception as error:
-            log.warning("layers: one by one, the fused kernel does not work here (%s)", error)
-        else:
-            log.info("layers: one kernel")
 
     def _forget(self, sequence_id: int) -> None:
         if sequence_id in self._state:

@@ -28,6 +28,11 @@ class Processor:
     threads: int  # compute threads
     reason: str  # where the number of threads comes from
 
+    @property
+    def reads_float16(self) -> bool:
+        """Whether float16 in memory is widened by an instruction, not by a library call."""
+        return "f16c" in self.features or self.machine == "aarch64"
+
     def describe(self) -> str:
         """One line for the log."""
         features = " ".join(self.features) or "no vector extensions known here"

@@ -67,11 +67,17 @@ class AttentionBackend(ABC):
     """
 
     name: str
-    detail = ""  # for the log, after the name
 
     def __init__(self, specs: list[KVCacheSpec], block_size: int) -> None:
         self.specs = specs
         self.block_size = block_size
+
+    def describe(self) -> str:
+        """For the log."""
+        return self.name
+
+    def compile(self) -> None:  # noqa: B027 - most have nothing to compile
+        """Compile what ``forward`` needs, if it will be called: the decoder kernel does without."""
 
     @property
     @abstractmethod
@@ -187,7 +193,12 @@ class NumbaAttention(AttentionBackend):
             head_dim=first.head_dim,
             block_size=block_size,
         )
-        self.detail = f" ({self.team.describe()})"
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.team.describe()})"
+
+    def compile(self) -> None:
+        self.kernel.compile()
 
     @property
     def bytes_per_token(self) -> int:

@@ -17,7 +17,7 @@ from trioserve.models.spec import ModelSpec, RopeScaling
 
 
 class Embedding:
-    """Token vectors. With the fp16 layout its rows are kept as float16 and widened on lookup:
+    """Token vectors. With a float16 layout its rows are kept as float16 and widened on lookup:
     the table is the largest tensor of a small model and a lookup reads a row or two of it.
 
     Attributes:
@@ -25,7 +25,7 @@ class Embedding:
     """
 
     def __init__(self, rows: Tensor, layout: Layout) -> None:
-        self.rows = rows.half() if layout == "fp16" and fits_fp16(rows) else rows
+        self.rows = rows.half() if layout != "fp32" and fits_fp16(rows) else rows
         self.num_bytes = self.rows.nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ layout's affair:
 * ``fp32``: the plain matrix, torch's own product.
 * ``fp16``: FBGEMM's packed half-precision matrix with float32 activations and sums. Half the bytes
   to read at batch 1, and blocked for the cache. Nothing is computed in half precision.
+* ``panels``: the same float16 values in the order of this project's own kernels, which can run all
+  layers in one go; see ``trioserve.models.panels``. The ModelRunner takes it where numba works.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from trioserve.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-Layout = Literal["fp32", "fp16"]
+Layout = Literal["fp32", "fp16", "panels"]
 FP16_MAX = 65504.0
 PACKED_COLUMNS = 512  # FBGEMM stores whole blocks of so many columns; the product skips the padding
 
@@ -83,11 +85,19 @@ def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, name: str) 
 
     A matrix with values beyond float16's range stays float32; the log says which one (``name``).
     """
-    if layout == "fp16":
+    if layout != "fp32":
         if fits_fp16(weight):
-            return PackedFp16Linear(weight, bias)
+            return _half(weight, bias, layout)
         log.warning("%s has values beyond float16 and stays float32", name)
     return Fp32Linear(weight, bias)
+
+
+def _half(weight: Tensor, bias: Tensor | None, layout: Layout) -> Linear:
+    if layout == "fp16":
+        return PackedFp16Linear(weight, bias)
+    from trioserve.models.panels import PanelLinear  # needs numba, which others do without
+
+    return PanelLinear(weight, bias)
 
 
 def fits_fp16(weight: Tensor) -> bool:

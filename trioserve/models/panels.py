@@ -1,7 +1,7 @@
 """Float16 weights in panels, and a Llama's layers as one kernel.
 
-Replaces, where numba works, the packed projections of a loaded model by panels of the same float16
-values that this project's own kernels read, and hands all layers to one parallel region.
+Where numba works the projections are kept in panels that this project's own kernels read, and all
+layers are handed to one parallel region.
 """
 
 from __future__ import annotations
@@ -11,68 +11,83 @@ import math
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
-from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer
+from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder
 from trioserve.kernels.cpu.half_linear import HalfLinear
+from trioserve.kernels.cpu.runtime import Kernel, Team
 from trioserve.models.attention import BatchContext, NumbaAttention
 from trioserve.models.layers import RMSNorm, silu_mul
-from trioserve.models.linear import Layout, PackedFp16Linear
+from trioserve.models.linear import Layout
 
 log = logging.getLogger(__name__)
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
 
 class PanelLinear:
-    """A projection whose float16 weight lies in panels; see ``models.linear.Linear``."""
+    """A projection whose float16 weight lies in panels; see ``models.linear.Linear``.
 
-    layout: Layout = "fp16"
+    ``product`` is set by ``PanelKernels.finish`` before the first call: one kernel serves all.
+    """
 
-    def __init__(self, packed: PackedFp16Linear, product: HalfLinear) -> None:
-        weight, self.bias = torch.ops.quantized.linear_unpack_fp16(packed._packed)
+    layout: Layout = "panels"
+    product: HalfLinear
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.panels = HalfLinear.pack(weight)
-        self.num_bytes = self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
-        self._product = product
+        self.bias = bias
+        self.num_bytes = self.panels.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, self.panels, self.out_features, self.bias)
+        return self.product(x, self.panels, self.out_features, self.bias)
+
+
+@frozen(kw_only=True)
+class PanelKernels:
+    """The compiled kernels. Raises whatever numba raises where it does not work."""
+
+    product: HalfLinear
+    decoder: Kernel
+
+    @classmethod
+    def compile(cls, team: Team) -> PanelKernels:
+        return cls(product=HalfLinear(team), decoder=compile_decoder(team))
+
+    def finish(self, model: Any, attention: NumbaAttention) -> Any:
+        """Make a model that was loaded with the layout "panels" ready to run.
+
+        Returns:
+            a FusedLlama or, where a projection had to stay float32, the model itself.
+        """
+        projections = [getattr(layer, name) for layer in model.layers for name in PROJECTIONS]
+        panels = [one for one in (*projections, model.head) if isinstance(one, PanelLinear)]
+        for one in panels:
+            one.product = self.product
+        if len(panels) == len(projections) + 1:
+            return FusedLlama(model, attention, self)
+        log.info("layers: one by one, not all weights are float16")
+        attention.compile()
+        return model
 
 
 class FusedLlama:
-    """A Llama whose layers run in ``kernels.cpu.decoder``. Same results, same interface.
+    """A Llama whose layers run in ``kernels.cpu.decoder``. Same results, same interface."""
 
-    Takes the model over: its projections are replaced one by one, so that no more than one of them
-    is in memory twice.
-    """
-
-    def __init__(self, model: Any, attention: NumbaAttention) -> None:
-        self._model = model
-        self._attention = attention
+    def __init__(self, model: Any, attention: NumbaAttention, kernels: PanelKernels) -> None:
+        self.model = model
         self.spec = model.spec
-        self.layout: Layout = "fp16"
+        self.layout: Layout = model.layout
         self.num_parameters = model.num_parameters
-        product = HalfLinear(attention.team)
-        for layer in model.layers:
-            for name in PROJECTIONS:
-                setattr(layer, name, PanelLinear(getattr(layer, name), product))
-        model.head = PanelLinear(model.head, product)
-        self.weight_bytes = (
-            model.embedding.num_bytes
-            + model.head.num_bytes
-            + model.norm.num_bytes
-            + sum(
-                part.num_bytes
-                for layer in model.layers
-                for part in (
-                    layer.attention_norm,
-                    layer.mlp_norm,
-                    *(getattr(layer, name) for name in PROJECTIONS),
-                )
-            )
+        self.weight_bytes = model.weight_bytes
+        self.decoder = Decoder(
+            attention.team,
+            kernels.decoder,
+            [_decoder_layer(layer) for layer in model.layers],
+            attention.kernel,
+            model.spec.rms_norm_eps,
         )
-        layers = [_decoder_layer(layer) for layer in model.layers]
-        self._decoder = Decoder(attention.team, layers, attention.kernel, model.spec.rms_norm_eps)
 
     @torch.inference_mode()
     def forward(
@@ -84,9 +99,9 @@ class FusedLlama:
         logits_rows: Tensor,
     ) -> Tensor:
         """As ``Llama.forward``; ``attention`` is the one given to the constructor, prepared."""
-        model = self._model
+        model = self.model
         hidden = model.embedding(token_ids)
-        mixed = self._decoder(hidden, model.rotary.rotations(positions), attention.caches)
+        mixed = self.decoder(hidden, model.rotary.rotations(positions), attention.caches)
         if logits_rows.shape[0] == 0:
             return hidden.new_empty((0, self.spec.vocab_size))
         # The decoder leaves after the last layer's attention.
@@ -95,12 +110,6 @@ class FusedLlama:
         hidden += layer.output(mixed)
         hidden += layer.down(silu_mul(layer.gate_up(layer.mlp_norm(hidden))))
         return model.head(model.norm(hidden))
-
-
-def can_fuse(model: Any) -> bool:
-    """Whether every projection is packed float16 (one with large values stays float32)."""
-    projections = [getattr(layer, name) for layer in model.layers for name in PROJECTIONS]
-    return all(isinstance(one, PackedFp16Linear) for one in [*projections, model.head])
 
 
 def _decoder_layer(layer: Any) -> DecoderLayer:
