@@ -20,7 +20,7 @@ TENSORS = {"torch", "transformers", "numpy", "numba", "safetensors", "triton", "
 ON_DEMAND = {"huggingface_hub", "tokenizers", "rich"}
 SERVER = {"trio", "hypercorn", "quart", "quart_trio", "transformers", "huggingface_hub"}
 
-PARENT = ("cli", "config", "engine", "http", "ipc", "text")
+PARENT = ("cli", "config", "engine", "http", "ipc", "text", "top")
 PARENT_MODELS = ("inspect", "source", "spec", "safetensors_header", "gguf_header")
 WORKER = ("core", "devices", "ipc.child")
 # Programs of their own, each a one-shot child.
@@ -102,6 +102,7 @@ def main() -> int:
         *help_over_budget("--version"),
         *help_over_budget("--help"),
         *help_over_budget("run", "--help"),
+        *help_over_budget("top", "--help"),
         *over_budget(parent, TENSORS | ON_DEMAND),
         *over_budget(modules_of(*WORKER), SERVER),
     ]

@@ -25,8 +25,11 @@ BANNED_MODULES = {"asyncio", "multiprocessing", "pickle"}
 THREAD_NAMES = {"Thread", "Timer"}
 BANNED_NAMES = {"spawn_system_task", "start_thread_soon", "start_guest_run", "fork", "forkpty"}
 TENSOR_MODULES = {"torch", "transformers", "numpy", "numba", "safetensors", "triton"}
-PARENT_PACKAGES = ("cli", "config", "engine", "http", "ipc", "text")
-PARENT_MODULES = {"__init__.py", "__main__.py", "errors.py", "logs.py", "main.py"}
+PARENT_PACKAGES = ("cli", "config", "engine", "http", "ipc", "text", "top")
+PARENT_MODULES = {
+    *("__init__.py", "__main__.py", "errors.py", "logs.py", "main.py"),
+    *("loop_watch.py", "notify.py", "progress.py", "rates.py"),
+}
 # A one-shot child of its own, never imported by the parent.
 NOT_PARENT = {"trioserve/text/convert.py"}
 

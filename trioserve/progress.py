@@ -126,7 +126,7 @@ class LiveView:
         if not self._open:
             self._live.start()
             self._open = True
-        self._live.update(self._draw(status), refresh=True)
+        self._live.update(draw_stages(status.stages), refresh=True)
 
     def close(self) -> None:
         """Take the tree off the screen."""
@@ -134,31 +134,32 @@ class LiveView:
             self._live.stop()
             self._open = False
 
-    @staticmethod
-    def _draw(status: EngineStatus) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
 
-        marks = {"pending": "·", "running": "▸", "done": "✓", "failed": "✗"}
-        styles = {"pending": "dim", "running": "bold cyan", "done": "green", "failed": "bold red"}
-        table = Table.grid(padding=(0, 1))
-        for stage in status.stages:
-            style = styles[stage.state]
-            bar: RenderableType = ""
-            if stage.state == "running" and stage.fraction is not None:
-                bar = ProgressBar(total=1.0, completed=stage.fraction, width=24)
-            seconds = f"{stage.seconds:6.2f} s" if stage.seconds is not None else ""
-            size = format_bytes(stage.num_bytes) if stage.num_bytes else ""
-            table.add_row(
-                Text(marks[stage.state], style),
-                Text(stage.name, style),
-                Text(seconds or ""),
-                bar,
-                Text(size),
-                Text(stage.detail, "dim"),
-            )
-        return table
+def draw_stages(stages: list[StageStatus]) -> RenderableType:
+    """The stages as a table, with a bar where it is known how far one is."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    marks = {"pending": "·", "running": "▸", "done": "✓", "failed": "✗"}
+    styles = {"pending": "dim", "running": "bold cyan", "done": "green", "failed": "bold red"}
+    table = Table.grid(padding=(0, 1))
+    for stage in stages:
+        style = styles.get(stage.state, "")
+        bar: RenderableType = ""
+        if stage.state == "running" and stage.fraction is not None:
+            bar = ProgressBar(total=1.0, completed=stage.fraction, width=24)
+        seconds = f"{stage.seconds:6.2f} s" if stage.seconds is not None else ""
+        size = format_bytes(stage.num_bytes) if stage.num_bytes else ""
+        table.add_row(
+            Text(marks.get(stage.state, "?"), style),
+            Text(stage.name, style),
+            Text(seconds),
+            bar,
+            Text(size),
+            Text(stage.detail, "dim"),
+        )
+    return table
 
 
 def summary(status: EngineStatus, addresses: list[str]) -> list[str]:

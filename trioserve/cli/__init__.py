@@ -18,6 +18,7 @@ from trioserve import __version__
 # it has in `trioserve --help`.
 SUBCOMMANDS = {
     "run": "Serve a model over HTTP with the OpenAI API.",
+    "top": "Watch a running server: stages, requests, cache, rates, latencies.",
 }
 
 
