@@ -144,6 +144,16 @@ class NotReady(RequestError):
     retry_after_s: ClassVar[int | None] = 1
 
 
+class DeadlineExceeded(RequestError):
+    """The request was not begun, or not finished, in the time it had. Raised by the HTTP layer."""
+
+    status: ClassVar[int] = 504
+    type: ClassVar[str] = "timeout_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="deadline_exceeded")
+
+
 class RequestFailed(RequestError):
     """The worker failed this request, or died under it. Raised to the reader of the stream."""
 

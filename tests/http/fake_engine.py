@@ -26,6 +26,7 @@ class FakeStream:
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.extra = extra
+        self.started = False
         self.finished = False
         self.closed = trio.Event()
         self._deltas: list[TextDelta] = []
@@ -38,6 +39,7 @@ class FakeStream:
         return self.closed.is_set() and not self.finished
 
     def push(self, *deltas: TextDelta) -> None:
+        self.started = True
         self._deltas.extend(deltas)
         self._wake.set()
 

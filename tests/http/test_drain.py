@@ -155,21 +155,6 @@ async def test_cancelling_the_server_resets_all_at_once(autojump_clock: MockCloc
     assert stream.aborted
 
 
-async def test_max_connections_makes_others_wait() -> None:
-    async with serving(max_connections=2) as served:
-        first, second = await served.connect(), await served.connect()
-        for client in (first, second):
-            await client.send("GET", "/version")
-            await client.answer()
-        third = await served.connect()
-        await third.send("GET", "/version")
-        with trio.move_on_after(0.1) as scope:
-            await third.answer()
-        assert scope.cancelled_caught
-        await first.stream.aclose()
-        assert (await third.answer()).status == 200
-
-
 async def test_out_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 

@@ -27,7 +27,7 @@ HONOURED = [
     *("max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
     *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "top_logprobs"),
     *("echo", "priority", "cache_salt", "add_special_tokens", "add_generation_prompt"),
-    *("chat_template_kwargs", "best_of"),
+    *("chat_template_kwargs", "best_of", "timeout_s", "queue_timeout_s"),
 ]
 NAMES = [*HONOURED, *SHARED_NEUTRAL, *CHAT_NEUTRAL, *COMPLETION_NEUTRAL, *WITHOUT_EFFECT]
 

@@ -50,6 +50,7 @@ class Harness:
         self.works: dict[int, Work] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
+        self.announced: set[int] = set()
 
     def add(self, prompt: list[int], sampling: SamplingParams, **fields: object) -> int:
         work = Work(len(self.works), prompt, sampling, seed=0, **fields)  # type: ignore[arg-type]
@@ -91,6 +92,10 @@ class Harness:
     def take(self, deltas: list[Delta], failed: list[WorkFailed] = []) -> None:  # noqa: B006
         for delta in deltas:
             assert delta.id not in self.ends, "something after the end"
+            if not delta.token_ids and delta.finish_reason is None:
+                assert delta.id not in self.announced, "announced twice"
+                assert not self.outputs[delta.id], "announced after its first token"
+                self.announced.add(delta.id)
             if not self.outputs[delta.id] and delta.token_ids:
                 assert delta.num_cached_tokens is not None
                 assert delta.num_cached_tokens < len(self.works[delta.id].prompt_token_ids)
@@ -258,7 +263,7 @@ def test_what_the_machine_is_about_does_happen(policy: str) -> None:
     assert stats.output_tokens == sum(map(len, h.outputs.values()))
 
 
-def test_five_hundred_aborts_at_any_moment_leave_nothing() -> None:
+def test_kv_02_five_hundred_aborts_at_any_moment_leave_nothing() -> None:
     rng = random.Random(3)
     h = Harness(
         num_spare_blocks=10,

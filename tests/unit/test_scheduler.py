@@ -45,12 +45,13 @@ def run(
 
 
 def step(scheduler: Scheduler, token_id: int = 7) -> tuple[ScheduledBatch, list[Delta]]:
+    """One step, and its deltas but for those that only say that a prefill has begun."""
     batch = scheduler.schedule()
     scheduler.check_integrity()
     deltas, failed = run(scheduler, batch, token_id)
     assert batch is not None
     assert failed == []
-    return batch, deltas
+    return batch, [delta for delta in deltas if delta.token_ids or delta.finish_reason]
 
 
 def shares(batch: ScheduledBatch) -> dict[int, int]:
@@ -73,7 +74,7 @@ def test_the_cache_must_hold_one_sequence() -> None:
     make(num_blocks=16, block_size=4, max_model_len=64)
 
 
-def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers() -> None:
+def test_kv_01_a_prompt_that_can_never_fit_is_refused_with_both_numbers() -> None:
     scheduler = make()
     for length in (64, 65, 1500):
         with pytest.raises(
@@ -89,7 +90,7 @@ def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers() -> None:
     assert [(delta.token_ids, delta.finish_reason) for delta in deltas] == [([7], "length")]
 
 
-def test_max_tokens_is_cut_by_the_context() -> None:
+def test_kv_01_max_tokens_is_cut_by_the_context() -> None:
     scheduler = make()
     scheduler.add(work(1, 60, max_tokens=900))
     deltas = []
@@ -148,7 +149,7 @@ def test_admission_leaves_a_block_for_each_running() -> None:
 # ------------------------------------------------------------------------------ fairness
 
 
-def test_long_prompts_never_displace_decodes() -> None:
+def test_kv_03_long_prompts_never_displace_decodes() -> None:
     scheduler = make(num_blocks=200)
     scheduler.add(work(0, 3, max_tokens=40))
     step(scheduler)
@@ -164,7 +165,7 @@ def test_long_prompts_never_displace_decodes() -> None:
 
 @pytest.mark.parametrize("budget", [2, 3, 7, 16])
 @pytest.mark.parametrize("num_long", [1, 4, 30])
-def test_a_short_prompt_waits_for_no_number_of_long_ones(num_long: int, budget: int) -> None:
+def test_kv_03_a_short_prompt_waits_for_no_number_of_long_ones(num_long: int, budget: int) -> None:
     scheduler = make(
         num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=budget, max_model_len=1000
     )
@@ -176,7 +177,7 @@ def test_a_short_prompt_waits_for_no_number_of_long_ones(num_long: int, budget: 
     assert steps_to_first_token(scheduler, 99) <= 2 * 20 // budget + 2
 
 
-def test_short_prompts_never_stop_the_oldest() -> None:
+def test_kv_03_short_prompts_never_stop_the_oldest() -> None:
     scheduler = make(num_blocks=400, max_model_len=200)
     scheduler.add(work(0, 160))
     for id in range(1, 500):
@@ -189,7 +190,7 @@ def test_short_prompts_never_stop_the_oldest() -> None:
     assert id <= 160 / 8
 
 
-def test_equals_are_served_first_come() -> None:
+def test_kv_03_equals_are_served_first_come() -> None:
     scheduler = make(num_blocks=200)
     for id in range(6):
         scheduler.add(work(id, 30, max_tokens=1))
@@ -421,6 +422,19 @@ def test_logprobs_pass_through() -> None:
     (delta,), _ = scheduler.update(batch, [SampledRow(0, 7, logprobs)])
     assert delta.logprobs == [logprobs]
     assert step(scheduler)[1][0].logprobs is None
+
+
+def test_a_prefill_of_several_steps_is_announced_once() -> None:
+    scheduler = make(max_num_batched_tokens=4, max_model_len=64)
+    scheduler.add(work(1, 12, max_tokens=2))
+    deltas: list[Delta] = []
+    while scheduler.has_work:
+        deltas += run(scheduler, scheduler.schedule())[0]
+    assert [delta.token_ids for delta in deltas] == [[], [7], [7]]
+    assert deltas[1].num_cached_tokens == 0
+    scheduler.add(work(2, 3, max_tokens=1))
+    deltas = run(scheduler, scheduler.schedule())[0]
+    assert [delta.token_ids for delta in deltas] == [[7]]
 
 
 def test_abort_answers_once_wherever_it_is() -> None:

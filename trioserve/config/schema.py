@@ -202,7 +202,11 @@ class HttpConfig:
     fd: int | None = setting(
         None, "An inherited listening descriptor to serve on instead.", check=optional(ge(3))
     )
-    max_connections: int = setting(4096, "Open connections; more wait to be accepted.", check=ge(1))
+    max_connections: int = setting(
+        4096,
+        "Open connections; one more closes the longest idle, or waits where none is idle.",
+        check=ge(1),
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "Largest request body; beyond it 413.", check=ge(1), unit="bytes"
     )
@@ -214,6 +218,19 @@ class HttpConfig:
     )
     send_timeout_s: float = setting(
         30.0, "A client that takes nothing for this long is cut.", check=gt(0.0), unit="s"
+    )
+    request_timeout_s: float = setting(
+        0.0,
+        "Longest time from a request's head to its last token; 504 beyond it; 0 for no limit.",
+        check=ge(0.0),
+        unit="s",
+    )
+    queue_timeout_s: float = setting(
+        0.0,
+        "Longest time from a request's head to the first step that works on it; 504 beyond it; "
+        "0 for no limit.",
+        check=ge(0.0),
+        unit="s",
     )
     heartbeat_s: float = setting(
         10.0, "A silent stream gets an SSE comment this often.", check=gt(0.0), unit="s"

@@ -195,6 +195,9 @@ class Scheduler:
     ) -> tuple[list[Delta], list[WorkFailed]]:
         """Take over the outcome of a batch: tokens, progress, ends.
 
+        A sequence whose first step gives no token yet has a delta without one, so that the parent
+        knows that it waits no more.
+
         ``sampled`` holds a result for each row with ``sample``; an ``error`` fails that sequence
         alone, and may be given for any row.
         """
@@ -218,6 +221,9 @@ class Scheduler:
             self._register(seq)
             if row.sample and result is not None:
                 deltas.append(self._append(seq, result))
+            elif not seq.announced:
+                deltas.append(Delta(id=seq.id, token_ids=[]))
+            seq.announced = True
         return deltas, failed
 
     # ------------------------------------------------------------------------- questions

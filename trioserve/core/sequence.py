@@ -37,6 +37,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "announced",
         "arrival",
         "block_ids",
         "cache_salt",
@@ -82,7 +83,8 @@ class Sequence:
         self.cacheable = True
         self.sent = False  # the executor has it
         self.in_flight = 0
-        self.started = False  # a delta has been sent
+        self.announced = False  # the parent knows that it waits no more
+        self.started = False  # a delta with ``num_cached_tokens`` has been sent
         self.num_cached_tokens: int | None = None  # of the first admission
         self.num_passes = 0  # how often later ones were admitted while this one had no room
 

@@ -371,6 +371,9 @@ class Engine:
             stream = self._requests.get(delta.id)
             if stream is None:
                 continue
+            stream.started = True
+            if not delta.token_ids and delta.finish_reason is None:
+                continue
             if stream.first_token_s is None and delta.token_ids:
                 stream.first_token_s = now = now or time.monotonic()
             if delta.finish_reason is not None:
@@ -416,6 +419,7 @@ class Engine:
         for stream in requests.values():
             if resubmit and stream.may_be_resubmitted:
                 stream.sent = Sent.QUEUED
+                stream.started = False
                 stream.resubmitted = True
                 self._requests[stream.id] = stream
                 self._commands.append(stream.work)

@@ -95,6 +95,7 @@ class RequestStream:
         self.sent = Sent.QUEUED
         self.mailbox = Mailbox()
         self.created_s = time.monotonic()
+        self.started = False  # a step has worked on it; only the Engine writes it
         self.first_token_s: float | None = None
         self.resubmitted = False
         self._abort = abort

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import trio
 from quart import Response
@@ -45,7 +46,7 @@ def make_app(engine: EngineApi, config: Config, stopping: trio.Event) -> App:
     app = App("trioserve", static_folder=None)
     app.url_map.merge_slashes = False  # a redirect for //v1/... helps nobody
     app.config.update(
-        BODY_TIMEOUT=config.http.body_timeout_s,
+        BODY_TIMEOUT=min(config.http.body_timeout_s, config.http.request_timeout_s or math.inf),
         MAX_CONTENT_LENGTH=config.http.max_body_bytes,
         PROPAGATE_EXCEPTIONS=None,
     )

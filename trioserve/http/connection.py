@@ -208,6 +208,7 @@ class Connection(TCPServer):
             answer closes.
         stream: the client's stream; closed when ``run`` returns.
         http2: whether HTTP/2 may be spoken, by prior knowledge or upgrade.
+        on_idle: told whether no request is being answered, at the start and at each change.
     """
 
     def __init__(
@@ -218,8 +219,10 @@ class Connection(TCPServer):
         stream: ClientStream,
         *,
         http2: bool,
+        on_idle: Callable[[Connection, bool], None],
     ) -> None:
         super().__init__(app, config, context, {}, cast(Any, stream))
+        self._on_idle = on_idle
         self._http2 = http2
         self._read_ahead = _ReadAhead(self._receive)
         self._reading = trio.CancelScope()
@@ -286,6 +289,7 @@ class Connection(TCPServer):
         client closes: the reader's own scope has the deadline.
         """
         self._idle = idle
+        self._on_idle(self, idle)
         if not self._closing:
             timeout_s = self.config.keep_alive_timeout if idle else math.inf
             self._reading.deadline = trio.current_time() + timeout_s

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import attrs
 import trio
 
 from trioserve.engine.api import RequestStream, TextDelta
-from trioserve.errors import RequestCut, RequestFailed
+from trioserve.errors import DeadlineExceeded, RequestCut, RequestError, RequestFailed
 
 T = TypeVar("T")
+
+
+@attrs.frozen
+class Limits:
+    """How long a request may take from its head on, in seconds; infinite for no limit."""
+
+    total_s: float  # to its last token
+    queue_s: float  # to the first step that works on it
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a limit at all."""
+        return min(self.total_s, self.queue_s) < math.inf
+
+    def at_most(self, other: Limits) -> Limits:
+        """The stricter of both."""
+        return Limits(min(self.total_s, other.total_s), min(self.queue_s, other.queue_s))
 
 
 class OpenRequest:
     """One request being answered.
 
-    Read by its handler's task; ``wake`` and ``cut`` are called by others and never wait.
+    Read by its handler's task; ``wake`` and ``end`` are called by others and never wait.
+
+    Attributes:
+        streams: what was submitted for it.
     """
 
     def __init__(self) -> None:
-        self._cut = False
+        self.streams: list[RequestStream] = []
+        self._opened_s = trio.current_time()
+        self._error: RequestError | None = None  # that ends it
         self._woken = False
         self._waits = False  # and may be cancelled: nothing is half done
         self._scope: trio.CancelScope | None = None
@@ -32,29 +56,56 @@ class OpenRequest:
         if self._waits and self._scope is not None:
             self._scope.cancel()
 
-    def cut(self) -> None:
-        """End the request: its handler gets RequestCut at the present or next wait."""
-        self._cut = True
-        self.wake()
+    def end(self, error: RequestError) -> None:
+        """End the request: its work is aborted now, and its handler gets ``error`` at the present
+        or next wait. Only the first call counts."""
+        if self._error is None:
+            self._error = error
+            for stream in self.streams:
+                stream.close()
+            self.wake()
 
     def check(self) -> None:
-        """Raise RequestCut if the request was cut."""
-        if self._cut:
-            raise RequestCut("the server is shutting down; the request was cut at its deadline")
+        """Raise what ended the request, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+    async def keep(self, limits: Limits) -> None:
+        """End the request when a limit is reached.
+
+        A task of the request's own nursery, so that the work ends on time also while the handler
+        is inside a write that cannot be cancelled. Returns when no limit is left.
+        """
+        if limits.queue_s < limits.total_s:
+            await trio.sleep_until(self._opened_s + limits.queue_s)
+            if not any(stream.started for stream in self.streams):
+                self.end(
+                    DeadlineExceeded(
+                        f"the request was not begun within {limits.queue_s:g} s; the server is busy"
+                    )
+                )
+                return
+        if limits.total_s < math.inf:
+            await trio.sleep_until(self._opened_s + limits.total_s)
+            self.end(DeadlineExceeded(f"the request was not done within {limits.total_s:g} s"))
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await ``work()``; being cut cancels it.
+        """Await ``work()``; the request's end cancels it.
 
         Raises:
-            RequestCut: the request was cut.
+            RequestError: what ended the request.
         """
         self.check()
         with trio.CancelScope() as self._scope:
             self._waits = True
             try:
-                return await work()
+                result = await work()
             finally:
                 self._waits = False
+            # The end may have come while the task was about to go on, and what an aborted stream
+            # has given by then is no whole answer.
+            self.check()
+            return result
         self.check()
         raise AssertionError("woken while not waiting for events")
 
@@ -64,8 +115,7 @@ class OpenRequest:
         Cancellation loses nothing.
 
         Raises:
-            RequestCut: the request was cut.
-            RequestError: the answer failed.
+            RequestError: the answer failed, or what ended the request.
         """
         with self.interruptible(trio.current_time() + timeout_s):
             return await self.wait_for(answers)
@@ -73,7 +123,7 @@ class OpenRequest:
         return None
 
     def interruptible(self, deadline_s: float) -> trio.CancelScope:
-        """A scope in which ``wait_for`` is ended by the deadline, ``wake`` or ``cut``."""
+        """A scope in which ``wait_for`` is ended by the deadline, ``wake`` or ``end``."""
         self._scope = trio.CancelScope(deadline=deadline_s)
         return self._scope
 
@@ -81,7 +131,11 @@ class OpenRequest:
         """The next of ``answers``; being woken cancels the present ``interruptible`` scope.
 
         Cancellation loses nothing.
+
+        Raises:
+            RequestError: the answer failed, or what ended the request.
         """
+        self.check()
         if self._woken:
             assert self._scope is not None
             self._scope.cancel()
@@ -95,7 +149,7 @@ class OpenRequest:
         """Whether ``wake`` was called since this was last asked.
 
         Raises:
-            RequestCut: the request was cut.
+            RequestError: what ended the request.
         """
         self.check()
         woken, self._woken = self._woken, False
@@ -133,9 +187,11 @@ class OpenRequests:
             await self._none.wait()
 
     def cut_all(self) -> int:
-        """Cut every open request; returns how many there were."""
+        """End every open request with RequestCut; returns how many there were."""
         for request in self._requests:
-            request.cut()
+            request.end(
+                RequestCut("the server is shutting down; the request was cut at its deadline")
+            )
         return len(self._requests)
 
 

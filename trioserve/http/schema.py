@@ -6,6 +6,7 @@ of fields in docs/http.md is held to this module by a test.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ MAX_STREAMS = 1024  # prompts times n of one request
 MAX_MESSAGES = 16384
 MAX_STOP_TOKEN_IDS = 1024
 MAX_INT = 2**63 - 1
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 1e9
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -34,6 +36,7 @@ class GenerationRequest:
         sampling: for the first choice; choice i is seeded with seed + i. ``max_tokens`` is None
             where it was not given and the route has no default.
         num_choices: n.
+        timeout_s, queue_timeout_s: infinite where they were not given.
         ignored: names of unknown fields.
     """
 
@@ -46,6 +49,8 @@ class GenerationRequest:
     include_usage: bool
     priority: int
     cache_salt: str
+    timeout_s: float
+    queue_timeout_s: float
     ignored: tuple[str, ...]
 
     def sampling_of(self, choice: int) -> SamplingParams:
@@ -173,7 +178,13 @@ def _read_common(fields: Fields, max_tokens: int | None, logprobs: int | None) -
         "include_usage": _read_stream_options(fields, stream),
         "priority": fields.integer("priority", 0, low=-MAX_INT - 1, high=MAX_INT),
         "cache_salt": fields.string("cache_salt", max_chars=128),
+        "timeout_s": _timeout(fields, "timeout_s"),
+        "queue_timeout_s": _timeout(fields, "queue_timeout_s"),
     }
+
+
+def _timeout(fields: Fields, name: str) -> float:
+    return fields.number(name, math.inf, low=MIN_TIMEOUT_S, high=MAX_TIMEOUT_S)
 
 
 def _read_stream_options(fields: Fields, stream: bool) -> bool:

@@ -82,9 +82,9 @@ class _Server:
         self._wrapped = ASGIWrapper(cast(ASGIFramework, self._app))
         self._hypercorn = _hypercorn_config(config.http)
         self._context = WorkerContext(None)
-        self._slots = trio.Semaphore(config.http.max_connections)
         self._connections: set[Connection] = set()
-        self._one_closed = trio.Event()
+        self._idle: dict[Connection, None] = {}  # the longest idle first
+        self._changed = trio.lowlevel.ParkingLot()  # until a connection closes or becomes idle
 
     def add_metrics(self, collectors: Sequence[Collector]) -> None:
         for collector in collectors:
@@ -130,30 +130,57 @@ class _Server:
 
     async def _wait_no_connections(self) -> None:
         while self._connections:
-            self._one_closed = trio.Event()
-            await self._one_closed.wait()
+            await self._changed.park()
 
     async def _accept(self, listener: ListenerLike, connections: trio.Nursery) -> None:
         while True:
-            await self._slots.acquire()
             try:
                 stream = await listener.accept()
-            except BaseException as error:
-                self._slots.release()
-                if not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
+            except OSError as error:
+                if error.errno not in OUT_OF_RESOURCES:
                     raise
                 log.error("cannot accept connections: %s; trying on", error.strerror)
                 await trio.sleep(ACCEPT_PAUSE_S)
-            else:
-                connections.start_soon(self._serve_connection, stream)
+                continue
+            client = ClientStream(stream, self._http.send_timeout_s)
+            try:
+                await self._wait_for_room()
+            except BaseException:
+                client.abort()
+                raise
+            connection = Connection(
+                self._wrapped,
+                self._hypercorn,
+                self._context,
+                client,
+                http2=self._http.http2,
+                on_idle=self._note_idle,
+            )
+            self._connections.add(connection)
+            connections.start_soon(self._serve_connection, connection, client)
 
-    async def _serve_connection(self, stream: StreamLike) -> None:
+    async def _wait_for_room(self) -> None:
+        """Wait until one more connection may be served; the longest idle one makes room.
+
+        So that clients which hold connections open and ask nothing lock nobody out. Those which
+        are being answered are never closed for this.
+        """
+        leaving: Connection | None = None
+        while len(self._connections) >= self._http.max_connections:
+            if self._idle and leaving not in self._connections:
+                leaving = next(iter(self._idle))
+                del self._idle[leaving]
+                leaving.close_if_idle()
+            await self._changed.park()
+
+    def _note_idle(self, connection: Connection, idle: bool) -> None:
+        self._idle.pop(connection, None)
+        if idle:
+            self._idle[connection] = None
+            self._changed.unpark_all()
+
+    async def _serve_connection(self, connection: Connection, client: ClientStream) -> None:
         """Serve one connection; whatever goes wrong in it ends it and nothing else."""
-        client = ClientStream(stream, self._http.send_timeout_s)
-        connection = Connection(
-            self._wrapped, self._hypercorn, self._context, client, http2=self._http.http2
-        )
-        self._connections.add(connection)
         self._metrics.connections.inc()
         try:
             await connection.run()
@@ -165,9 +192,9 @@ class _Server:
                 log.info("a client took nothing for %g s and was cut", self._http.send_timeout_s)
             client.abort()  # closed already, unless something went wrong
             self._connections.discard(connection)
-            self._one_closed.set()
+            self._idle.pop(connection, None)
+            self._changed.unpark_all()
             self._metrics.connections.dec()
-            self._slots.release()
 
 
 def _hypercorn_config(http: HttpConfig) -> HypercornConfig:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import trio
 
 from trioserve.engine.api import TextDelta
-from trioserve.errors import RequestCut, RequestError
+from trioserve.errors import DeadlineExceeded, RequestCut, RequestError
 from trioserve.http.metrics import Metrics
 
 
@@ -58,7 +58,10 @@ class Watch:
 
     def failed(self, error: RequestError) -> None:
         """Note that the choices still running ended with ``error``."""
-        self._end_rest("cut" if isinstance(error, RequestCut) else "error")
+        if isinstance(error, DeadlineExceeded):
+            self._end_rest("timeout")
+        else:
+            self._end_rest("cut" if isinstance(error, RequestCut) else "error")
 
     def end(self) -> None:
         """The request is over; choices that still ran lost their client."""

@@ -139,7 +139,7 @@ class TokenLogprobs(_Message, frozen=True):
 
 
 class Delta(_Message, frozen=True):
-    """What one step added to one sequence."""
+    """What one step added to one sequence; no token says that it has begun its prefill."""
 
     id: int
     token_ids: list[int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +17,7 @@ from trioserve.engine.api import Phase, RequestStream
 from trioserve.errors import ContextLengthExceeded, NotReady
 from trioserve.http.asgi import App, AppContext, RequestState
 from trioserve.http.errors import JSON, WrongMediaType, unknown_model
-from trioserve.http.open_requests import Answers, OpenRequest, refuse_abort
+from trioserve.http.open_requests import Answers, Limits, OpenRequest, refuse_abort
 from trioserve.http.render import (
     ChatRenderer,
     ChoiceSoFar,
@@ -56,6 +57,8 @@ class GenerationRoutes:
     def __init__(self, context: AppContext) -> None:
         self._context = context
         self._engine = context.engine
+        http = context.config.http
+        self._limits = Limits(http.request_timeout_s or math.inf, http.queue_timeout_s or math.inf)
 
     async def completions(self) -> Response:
         """Answer a POST to ``/v1/completions``."""
@@ -123,6 +126,10 @@ class GenerationRoutes:
             )
             body = await opened.run(in_thread)
         state.exchange.declare(streams=body.stream)
+        limits = self._limits.at_most(Limits(body.timeout_s, body.queue_timeout_s))
+        if limits.any:
+            assert state.nursery is not None
+            state.nursery.start_soon(opened.keep, limits)
         if body.model and body.model not in self._engine.served_names:
             raise unknown_model(body.model, self._engine.served_names)
         if body.ignored:
@@ -139,10 +146,15 @@ class GenerationRoutes:
         )
 
     def _submit(
-        self, state: RequestState, body: GenerationRequest, prompts: list[list[int]]
+        self,
+        state: RequestState,
+        opened: OpenRequest,
+        body: GenerationRequest,
+        prompts: list[list[int]],
     ) -> list[RequestStream]:
         """Submit each prompt ``num_choices`` times; what was submitted ends with the request."""
-        streams = []
+        opened.check()
+        streams = opened.streams
         for prompt in prompts:
             room = self._engine.max_model_len - len(prompt)
             if room < 1:
@@ -174,7 +186,7 @@ class GenerationRoutes:
         prompts: list[list[int]],
         renderer: Renderers,
     ) -> Response:
-        streams = self._submit(state, body, prompts)
+        streams = self._submit(state, opened, body, prompts)
         num_prompt_tokens = sum(map(len, prompts))
         watch = Watch(self._context.metrics, len(streams), num_prompt_tokens)
         state.lifetime.callback(watch.end)
