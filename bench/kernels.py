@@ -1,11 +1,12 @@
-"""How fast is attention over the paged cache, by backend, batch and context?
+"""How fast are attention over the paged cache and the products with float16 weights?
 
     python bench/kernels.py [--threads 2] [--seconds 0.3]
 
 Shapes of SmolLM2-135M (9 heads, 3 KV heads of 64) and of an 8B model (32 heads, 8 KV heads of 128),
 blocks of 16 in shuffled order. Several layers' caches are gone through in turn so that they do not
 stay in the core's own cache. Prints one JSON object: microseconds a call, GB/s of keys and values
-read and GFLOP/s of useful products. ``prepare_us`` is once a step, not once a layer.
+read and GFLOP/s of useful products. ``prepare_us`` is once a step, not once a layer. ``products``
+are all projections of SmolLM2-135M by number of rows: panels (our kernel) and FBGEMM.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ BATCHES = {  # rows of (tokens in the cache, new tokens)
     "prefill 512 at 4000": [(4000, 512)],
     "mixed 31 + 128": [(160, 1)] * 31 + [(0, 128)],
 }
+PROJECTIONS = [(960, 576, 30), (576, 576, 30), (3072, 576, 30), (576, 1536, 30), (49152, 576, 1)]
 BLOCK_SIZE = 16
 CYCLED_BYTES = 50e6
 SLOW = {"torch": 400_000}  # new tokens × context beyond which a backend is not waited for
@@ -119,6 +121,31 @@ def measure(name: str, shape: str, batch: str, threads: int, seconds: float) -> 
     }
 
 
+def products(rows: int, threads: int, seconds: float) -> dict:
+    """All projections of one step, by our kernel and by FBGEMM; weights as in a model."""
+    import torch
+
+    from trioserve.kernels.cpu.half_linear import HalfLinear
+    from trioserve.kernels.cpu.runtime import Team, cache_directory
+    from trioserve.models.linear import PackedFp16Linear
+
+    product = HalfLinear(Team(threads, cache_directory()))
+    weights = [torch.randn(out, inputs) for out, inputs, count in PROJECTIONS for _ in range(count)]
+    x = {inputs: torch.randn(rows, inputs) for _, inputs, _ in PROJECTIONS}
+    panels = [(HalfLinear.pack(weight), *weight.shape) for weight in weights]
+    packed = [(PackedFp16Linear(weight), weight.shape[1]) for weight in weights]
+    parameters = sum(weight.numel() for weight in weights)
+    ours = best(lambda: [product(x[inputs], panel, out) for panel, out, inputs in panels], seconds)
+    theirs = best(lambda: [linear(x[inputs]) for linear, inputs in packed], seconds)
+    return {
+        "rows": rows,
+        "panels_ms": round(ours * 1e3, 2),
+        "fbgemm_ms": round(theirs * 1e3, 2),
+        "panels_gflops": round(2e-9 * rows * parameters / ours, 1),
+        "panels_gb_per_s": round(2e-9 * parameters / ours, 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -142,11 +169,15 @@ def main() -> None:
                     for name in arguments.backend or ("numba", "torch")
                     if size <= SLOW.get(name, size)
                 ]
+        step = [
+            products(rows, arguments.threads, arguments.seconds) for rows in (1, 4, 8, 32, 128, 512)
+        ]
     result = {
         "processor": detect(settings).describe(),
         "torch": torch.__version__,
         "load_before": round(load, 1),
-        "results": lines,
+        "attention": lines,
+        "products": step,
     }
     print(json.dumps(result, indent=1))
 

@@ -19,7 +19,7 @@ from trioserve.kernels.cpu.runtime import FASTMATH, Team, next_unit, thread_inde
 
 PANEL = simd.PANEL
 DEPTH = 512  # inputs of a panel that are widened at once
-FEW_ROWS = 6
+FEW_ROWS = 6  # beyond it, widening a panel once is quicker (measured: 12 rows 23 ms against 28)
 
 _FIELDS = (
     *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
@@ -42,10 +42,12 @@ def reference(x, weight, bias):
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def _half_product(rows, a, lda, b, c, ldc, k, accumulate):
-    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL], B float16; at most 6 rows."""
-    if rows == 6:
+    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL], B float16."""
+    while rows >= 6:
         simd.half6(a, lda, b, PANEL, c, ldc, k, accumulate)
-        return
+        rows -= 6
+        a += 6 * lda * 4
+        c += 6 * ldc * 4
     if rows >= 4:
         simd.half4(a, lda, b, PANEL, c, ldc, k, accumulate)
         rows -= 4
