@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -160,3 +161,22 @@ def test_run_ends_with_what_the_server_returns(tmp_path: Path) -> None:
     )
     done = call(sys.executable, "-c", program, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (7, "1234\n")
+
+
+def test_a_containers_first_process_heeds_sigterm_from_the_start(tmp_path: Path) -> None:
+    """The kernel drops signals that process 1 has no handler for."""
+    program = (
+        "import os, sys, time, types; fake = types.ModuleType('trioserve.main')\n"
+        "def run(loaded): print('here', flush=True); time.sleep(60)\n"
+        "fake.run = run; sys.modules['trioserve.main'] = fake\n"
+        "if sys.argv[1] == 'first': os.getpid = lambda: 1\n"
+        "from trioserve.cli import main; main(['run'])"
+    )
+    for which, code in (("first", 143), ("other", -signal.SIGTERM)):
+        with subprocess.Popen(
+            [sys.executable, "-c", program, which], stdout=subprocess.PIPE, cwd=tmp_path
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"here\n"
+            process.terminate()
+            assert process.wait(10) == code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -63,6 +65,7 @@ def run(
     A flag beats the environment (TRIOSERVE_SECTION__KEY), which beats MODEL.toml, which beats the
     default.
     """
+    heed_early_sigterm()
     given = {
         flag: text
         for flag in FLAGS
@@ -79,12 +82,20 @@ def run(
     sys.exit(serve(loaded))
 
 
+def heed_early_sigterm() -> None:
+    """For the first process of a container, until the server's own handler is there.
+
+    The kernel drops signals to such a process that it has no handler for, and whoever stops the
+    container would wait for its whole deadline.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+
+
 def load_or_exit(
     file: Path | None, settings: tuple[str, ...], given: dict[str, str]
 ) -> LoadedConfig:
     """The configuration; where it has faults, each on a line of stderr and the end with exit 2."""
-    import os
-
     from trioserve.config import load
     from trioserve.errors import ConfigError
 
