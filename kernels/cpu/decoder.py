@@ -22,7 +22,14 @@ from torch import Tensor
 from trioserve.kernels.cpu import half_linear, paged_attention, simd
 from trioserve.kernels.cpu.half_linear import PANEL, product_share
 from trioserve.kernels.cpu.paged_attention import PagedAttention, attend_share
-from trioserve.kernels.cpu.runtime import FASTMATH, Kernel, Team, team_barrier, thread_index
+from trioserve.kernels.cpu.runtime import (
+    FASTMATH,
+    Kernel,
+    Team,
+    team_barrier,
+    team_size,
+    thread_index,
+)
 
 COLUMNS = 512  # of the activation, one thread at a time
 QKV, OUTPUT, GATE_UP, DOWN = range(4)  # a layer's products
@@ -30,7 +37,7 @@ QKV, OUTPUT, GATE_UP, DOWN = range(4)  # a layer's products
 _FIELDS = (
     *("hidden", "normed", "heads", "gate_up", "gated", "rotations", "norms"),
     *("rows", "width", "inner", "rotated_heads", "heads_stride", "head_dim"),
-    *("layers", "linears", "attentions", "threads"),
+    *("layers", "linears", "attentions"),
 )
 
 
@@ -154,12 +161,12 @@ def _rotate(p, first, last):
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _gate(p, thread):
+def _gate(p, thread, threads):
     """gated = silu(gate) * up, in pieces of COLUMNS."""
     inner = p.inner
     pieces = (inner + COLUMNS - 1) // COLUMNS
     units = p.rows * pieces
-    for unit in range(units * thread // p.threads, units * (thread + 1) // p.threads):
+    for unit in range(units * thread // threads, units * (thread + 1) // threads):
         row, column = unit // pieces, unit % pieces * COLUMNS
         count = min(COLUMNS, inner - column)
         start = p.gate_up + (row * 2 * inner + column) * 4
@@ -173,8 +180,8 @@ def _gate(p, thread):
 def decoder(params):
     """The kernel: one thread's way through all layers."""
     p = numba.carray(params, 1)[0]
-    thread = thread_index() if p.threads > 1 else 0
-    first, last = p.rows * thread // p.threads, p.rows * (thread + 1) // p.threads
+    thread, threads = thread_index(), max(1, team_size())
+    first, last = p.rows * thread // threads, p.rows * (thread + 1) // threads
     norms = numba.carray(simd.int64s(p.norms), (p.layers, 2))
     linears = numba.carray(_linears(p.linears), (p.layers, 4))
     attentions = numba.carray(_attentions(p.attentions), p.layers)
@@ -195,7 +202,7 @@ def decoder(params):
         team_barrier()
         product_share(linears[layer, GATE_UP], thread)
         team_barrier()
-        _gate(p, thread)
+        _gate(p, thread, threads)
         team_barrier()
         product_share(linears[layer, DOWN], thread)
         team_barrier()
@@ -239,7 +246,7 @@ class Decoder:
         p.width, p.inner, p.eps = self._width, self._inner, eps
         p.rotated_heads = q_heads + attention.kv_heads
         p.heads_stride, p.head_dim = self._heads_width, attention.head_dim
-        p.layers, p.threads = len(layers), team.threads
+        p.layers = len(layers)
         self._norms = np.array(
             [[layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()] for layer in layers],
             np.int64,

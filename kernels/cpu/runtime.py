@@ -1,8 +1,8 @@
 """How CPU kernels are compiled, cached and run in parallel.
 
 A kernel is a C function ``void kernel(params*)`` that numba compiles; a *team* calls it once per
-thread, all with the same parameters. Within it ``thread_index``, ``team_barrier`` and
-``next_unit`` divide the work.
+thread, all with the same parameters. Within it ``thread_index``, ``team_size``, ``team_barrier``
+and ``next_unit`` divide the work.
 
 The team is OpenMP's: ``GOMP_parallel`` of the library that torch has loaded, called directly. So
 the kernels and torch's operators share one set of threads. numba's own threading layers would
@@ -75,7 +75,7 @@ class Team:
         if cache is not None:
             numba.config.CACHE_DIR = str(cache)
         if not address:  # the kernels' own calls still have to be linked
-            for name in ("GOMP_barrier", "omp_get_thread_num"):
+            for name in ("GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads"):
                 llvm.add_symbol(name, ctypes.cast(_single_thread, ctypes.c_void_p).value)
 
     def compile(self, function: Callable, params: type[ctypes.Structure]) -> Kernel:
@@ -139,6 +139,18 @@ def thread_index(typing_context):
     def codegen(context, builder, signature, args):
         function_type = ir.FunctionType(ir.IntType(32), [])
         function = _declare(builder, "omp_get_thread_num", function_type)
+        return builder.sext(builder.call(function, []), ir.IntType(64))
+
+    return types.intp(), codegen
+
+
+@intrinsic
+def team_size(typing_context):
+    """Threads that there are: OpenMP may give fewer than were asked for (OMP_THREAD_LIMIT)."""
+
+    def codegen(context, builder, signature, args):
+        function_type = ir.FunctionType(ir.IntType(32), [])
+        function = _declare(builder, "omp_get_num_threads", function_type)
         return builder.sext(builder.call(function, []), ir.IntType(64))
 
     return types.intp(), codegen

@@ -147,3 +147,19 @@ def test_layers_refuse_what_they_would_read_wrongly(make_batch, team, kernel):
         decoder(random(3, WIDTH), rotations[:3], caches)
     with pytest.raises(ValueError, match="3 caches are needed, 2 came"):
         decoder(random(4, WIDTH), rotations, caches[:2])
+
+
+def test_fewer_threads_than_were_asked_for(make_batch, team, kernel):
+    """OpenMP may give fewer, by OMP_THREAD_LIMIT or OMP_DYNAMIC; nothing is left out then."""
+    attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
+    decoder = Decoder(
+        team, kernel, [packed(layer) for layer in make_layers(False)], attention, 1e-5
+    )
+    batch = make_batch([(0, 5), (0, 1)], 16)
+    caches = [attention.new_cache(batch.num_blocks) for _ in range(LAYERS)]
+    prepare(attention, batch.context)
+    rotations = torch.ones(6, 1, DIM // 2, dtype=torch.complex64)
+    hidden = random(6, WIDTH)
+    expected = decoder(hidden.clone(), rotations, caches).clone()
+    decoder._kernel = lambda params: kernel(params, threads=1)
+    torch.testing.assert_close(decoder(hidden.clone(), rotations, caches), expected)
