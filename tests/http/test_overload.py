@@ -136,8 +136,10 @@ async def test_a_reader_of_one_byte_a_second_is_cut_and_its_work_ended(
         stream.say("a", "b")
 
         async def read() -> None:
-            while await slow.stream.receive_some(1):
-                await trio.sleep(1)  # noqa: ASYNC110
+            data = b"-"
+            while data:
+                data = await slow.stream.receive_some(1)
+                await trio.sleep(1)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)

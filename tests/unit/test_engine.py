@@ -497,6 +497,57 @@ async def test_requests_without_a_token_are_started_anew_once(
         assert engine.status.num_restarts == 1
 
 
+async def test_a_worker_that_loads_gets_no_requests_yet(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Those kept from the last incarnation wait for Ready, and may still be aborted."""
+    lives = 0
+
+    async def script(fake: FakeWorker) -> None:
+        nonlocal lives
+        lives += 1
+        if lives == 1:
+            await become_ready(fake)
+            await command(fake)
+            await fake.exit(9)
+            return
+        assert isinstance(await command(fake), Init)
+        with trio.move_on_after(30):
+            raise AssertionError(f"{await command(fake)} before Ready")
+        await fake.send(make_ready())
+        work = await command(fake)
+        assert isinstance(work, Work)
+        assert work.prompt_token_ids == [2]
+        await fake.send(StepOutput(0, [Delta(work.id, [1], "length")], STATS))
+        await until_end(fake)
+
+    config = make_config(engine={"on_death": "restart", "resubmit": True})
+    async with open_engine(config, worker_factory=Workers(script)) as engine:
+        left, kept = (engine.submit([i], GREEDY) for i in (1, 2))
+        while engine.status.num_restarts == 0:
+            await engine.wait_change()
+        await trio.sleep(10)
+        left.close()
+        assert (await anext(kept)).finish_reason == "length"
+
+
+async def test_a_prefill_that_has_begun_is_no_delta_for_the_reader() -> None:
+    async def script(fake: FakeWorker) -> None:
+        await become_ready(fake)
+        work = await command(fake)
+        assert isinstance(work, Work)
+        await fake.send(StepOutput(0, [Delta(work.id, [])], STATS))
+        await fake.send(StepOutput(1, [Delta(work.id, [1], "length")], STATS))
+        await until_end(fake)
+
+    async with open_engine(make_config(), worker_factory=Workers(script)) as engine:
+        stream = engine.submit([5], GREEDY)
+        assert not stream.started
+        deltas = [delta async for delta in stream]
+        assert stream.started
+        assert [delta.token_ids for delta in deltas] == [[1]]
+
+
 async def test_restarts_are_bounded(autojump_clock: trio.testing.MockClock) -> None:
     async def script(fake: FakeWorker) -> None:
         await become_ready(fake)

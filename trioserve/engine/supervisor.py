@@ -310,7 +310,7 @@ class Incarnation:
         self._model = model
         self._closing = closing
         self._fatal: Fatal | None = None
-        self._ready = False
+        self._ready = trio.Event()
         self.num_tokens = 0
         self.progress_s = trio.current_time()  # of the last event
         self.unanswered_s: float | None = None  # when the first request without an event went out
@@ -336,7 +336,7 @@ class Incarnation:
                 raise await self._death(worker)
         except* TrioserveError as group:
             error = first_error(group)
-        if isinstance(error, WorkerDied) and not self._ready:
+        if isinstance(error, WorkerDied) and not self.ready:
             raise StartupError(self.stage, str(error)) from error  # a frame that cannot be read
         if error is not None:
             raise error
@@ -344,7 +344,7 @@ class Incarnation:
     @property
     def ready(self) -> bool:
         """Whether Ready has come."""
-        return self._ready
+        return self._ready.is_set()
 
     @property
     def stage(self) -> str:
@@ -353,7 +353,7 @@ class Incarnation:
 
     async def _until_closed(self, worker: Worker, scope: trio.CancelScope) -> None:
         await self._closing.wait()
-        if not self._ready:
+        if not self.ready:
             worker.kill()  # it has nothing to finish, and is deaf while it loads
         scope.cancel()
 
@@ -363,6 +363,9 @@ class Incarnation:
             await worker.send(
                 Init(msgspec.to_builtins(self._config), msgspec.to_builtins(self._model))
             )
+            # A worker that loads takes whatever comes for the end: requests kept from the last
+            # incarnation wait here.
+            await self._ready.wait()
             while True:
                 command = await self._engine.next_command()
                 if self.unanswered_s is None and isinstance(command, Work | Check):
@@ -402,8 +405,8 @@ class Incarnation:
             case Stage():
                 engine.on_stage(event)
             case Ready():
-                self._ready = True
                 engine.on_ready(event)
+                self._ready.set()
             case Checked():
                 engine.on_checked(event)
             case Fatal():
@@ -424,7 +427,7 @@ class Incarnation:
                 needed_bytes=self._model.weight_bytes, available_bytes=self._available_bytes
             )
             cause = f"the worker {ended}; {worker.last_words()}"
-        if self._ready:
+        if self.ready:
             return WorkerDied(f"the worker died: {cause}" if self._fatal else cause)
         stage = self._fatal.stage if self._fatal else self._engine.running_stage
         return StartupError(stage, cause)
