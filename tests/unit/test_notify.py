@@ -143,6 +143,14 @@ def test_sending_never_waits_and_never_fails(tmp_path: Path) -> None:
     assert not send(str(path), ["READY=1"]), "its owner has closed it"
 
 
+def test_an_abstract_address() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(f"\0trioserve-unit-{os.getpid()}")
+        systemd.setblocking(False)
+        assert send(f"@trioserve-unit-{os.getpid()}", ["READY=1", "STATUS=up"])
+        assert systemd.recv(100) == b"READY=1\nSTATUS=up"
+
+
 async def test_a_message_that_cannot_be_sent_is_sent_later(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -164,6 +172,24 @@ async def test_a_message_that_cannot_be_sent_is_sent_later(
         nursery.cancel_scope.cancel()
     assert first == "EXTEND_TIMEOUT_USEC=40000000\nSTATUS=loading: weights"
     assert second == "STOPPING=1\nEXTEND_TIMEOUT_USEC=33000000\nSTATUS=draining: shutting down"
+
+
+async def test_the_last_message_too_is_sent_later(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Nothing changes any more that would make us look again."""
+    path = tmp_path / "notify"
+    engine = Engine(Config())
+    engine.begin_drain()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(notify_manager, engine, {"NOTIFY_SOCKET": str(path)})
+        await trio.sleep(3)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.bind(str(path))
+            systemd.setblocking(False)
+            await trio.sleep(2)
+            assert systemd.recv(4096).startswith(b"STOPPING=1\n")
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("address", ["", "relative", "vsock:2:1"])
