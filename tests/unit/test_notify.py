@@ -174,6 +174,39 @@ async def test_a_message_that_cannot_be_sent_is_sent_later(
     assert second == "STOPPING=1\nEXTEND_TIMEOUT_USEC=33000000\nSTATUS=draining: shutting down"
 
 
+async def test_each_progress_extends_the_start_if_only_a_tick_later(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    engine = Engine(Config(engine=EngineConfig(startup_silence_s=10.0)))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+
+        def said() -> list[str]:
+            try:
+                return systemd.recv(4096).decode().split("\n") + said()
+            except BlockingIOError:
+                return []
+
+        async with trio.open_nursery() as nursery:
+            environment = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+            nursery.start_soon(notify_manager, engine, environment)
+            await trio.sleep(5)
+            extension = "EXTEND_TIMEOUT_USEC=40000000"
+            assert said() == [extension, "STATUS=loading"]
+            await trio.sleep(5)
+            assert said() == []
+            engine.on_stage(Stage("weights", "progress", fraction=0.5))
+            await wait_all_tasks_blocked()
+            assert said() == [extension]
+            engine.on_stage(Stage("weights", "progress", fraction=0.51))
+            await wait_all_tasks_blocked()
+            assert said() == []
+            await trio.sleep(2)
+            assert said() == [extension]
+            nursery.cancel_scope.cancel()
+
+
 async def test_the_last_message_too_is_sent_later(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
