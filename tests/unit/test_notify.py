@@ -199,6 +199,7 @@ async def test_each_progress_extends_the_start_if_only_a_tick_later(
             engine.on_stage(Stage("weights", "progress", fraction=0.5))
             await wait_all_tasks_blocked()
             assert said() == [extension]
+            await trio.sleep(0.1)
             engine.on_stage(Stage("weights", "progress", fraction=0.51))
             await wait_all_tasks_blocked()
             assert said() == []
