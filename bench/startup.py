@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import statistics
@@ -30,6 +29,7 @@ from lib.answers import read_answer
 from lib.client import Target, Workload, closed_loop, exchange, get_json
 from lib.output import add_output_options, conditions, read_baseline, write_result
 from lib.proc import memory_of_tree
+from lib.server import free_port, server, trioserve
 from lib.stats import median_of
 
 PORT_POLL_S = 0.002
@@ -38,12 +38,6 @@ REQUEST_TIMEOUT_S = 120.0
 LOAD_STREAMS = 8
 # Of the cache only these survive into a cold start: they are fetched, not made.
 FETCHED = ("wheels",)
-
-
-def trioserve() -> list[str]:
-    """The command, as installed beside this interpreter."""
-    script = Path(sys.executable).with_name("trioserve")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "trioserve"]
 
 
 def short_commands(repeat: int) -> dict[str, dict[str, float]]:
@@ -80,27 +74,6 @@ def cache_with_model() -> Iterator[dict[str, str]]:
             (ours / name).symlink_to(source)
         hub = os.environ.get("HF_HOME") or str(user / "huggingface")
         yield {**os.environ, "XDG_CACHE_HOME": directory, "HF_HOME": hub}
-
-
-@contextlib.contextmanager
-def server(arguments: list[str], env: dict[str, str], port: int) -> Iterator[subprocess.Popen]:
-    """A started server, stopped at the end; what it wrote goes to stderr if the block fails."""
-    with tempfile.TemporaryFile("w+") as log:
-        command = [*trioserve(), "run", *arguments, "--port", str(port)]
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-        try:
-            yield process
-        except BaseException:
-            process.kill()
-            log.seek(0)
-            shutil.copyfileobj(log, sys.stderr)
-            raise
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            process.wait()
 
 
 async def start_once(
@@ -194,12 +167,6 @@ async def is_open(target: Target) -> bool:
         except OSError:
             return False
         return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def measure_starts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:

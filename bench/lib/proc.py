@@ -12,6 +12,7 @@ MEMORY_FIELDS = {
     "RssFile": "rss_file_mib",
     "RssShmem": "rss_shmem_mib",
     "VmHWM": "peak_rss_mib",
+    "VmSwap": "swap_mib",
     "Pss": "pss_mib",
 }
 
@@ -86,3 +87,17 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def own_bytes(pid: int) -> int:
+    """Memory that is the process's alone, swapped out or not: what a leak makes grow."""
+    memory = memory_of(pid)
+    return round((memory.get("rss_anon_mib", 0.0) + memory.get("swap_mib", 0.0)) * 2**20)
+
+
+def num_descriptors(pid: int) -> int:
+    """Open descriptors of a process; 0 if it is gone."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0

@@ -76,3 +76,17 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, floa
             change = f"{(value / old[name] - 1) * 100:+.1f} %" if old[name] else "-"
             rows.append((name, old[name], value, change))
     return rows
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Change of y per x: the median over all pairs of points (Theil and Sen), 0 for less than two.
+
+    One jump, as when an allocator takes a new arena, does not count for much; a steady growth does.
+    """
+    slopes = [
+        (y2 - y1) / (x2 - x1)
+        for index, (x1, y1) in enumerate(points)
+        for x2, y2 in points[index + 1 :]
+        if x2 != x1
+    ]
+    return statistics.median(slopes) if slopes else 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import trio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -126,6 +127,8 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "trioserve_engine_restarts", "Workers started after a death.", status.num_restarts
         )
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        yield _gauge("tasks", "Tasks of the server's event loop.", tasks)
         yield _gauge("requests_open", "Requests submitted and not ended.", status.num_requests)
         running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
         yield _gauge("requests_running", "Sequences in the last step.", running)
