@@ -144,6 +144,6 @@ def send(address: str, lines: list[str]) -> bool:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
             sock.sendto("\n".join(lines).encode(errors="replace"), name)
-    except (OSError, ValueError):
+    except OSError:
         return False
     return True

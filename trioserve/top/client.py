@@ -86,7 +86,7 @@ async def fetch(address: Address, path: str) -> bytes:
     except OSError as error:
         raise Unreachable(reason(error)) from error
     except h11.RemoteProtocolError as error:
-        raise Unreachable(f"what answers does not speak HTTP: {escape(str(error))}") from error
+        raise Unreachable(f"what answers does not speak HTTP: {error}") from error
 
 
 async def connect(address: Address) -> trio.abc.Stream:

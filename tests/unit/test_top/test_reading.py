@@ -120,13 +120,15 @@ def test_quantiles_and_hits_are_those_of_the_last_minute() -> None:
     server.ttft.observe(0.05)
     server.queries.inc(10)
     server.hits.inc(5)
-    reading = reading_of(first, server.look(10.0))
-    assert reading.latencies[0].quantiles[2] <= 0.1
-    assert reading.hit_share == 0.5
+    second = server.look(10.0)
+    for reading in (reading_of(first, second), reading_of(first, second, server.look(30.0))):
+        assert reading.latencies[0].quantiles[2] <= 0.1
+        assert reading.hit_share == 0.5
     history = History()
     for second in range(200):
         history.add(server.look(float(second)))
     assert history.before(60.0).at_s == 139.0
+    assert history.before(5.0).at_s == 194.0
     assert len(history._snapshots) == 61
 
 
