@@ -252,7 +252,7 @@ def test_lines_say_once_that_a_server_is_gone(capsys: pytest.CaptureFixture[str]
     view.gone("http://x", "refused", None)
     view.gone("http://x", "no answer within 5 s", None)
     view.show(reading)
-    view.gone("http://x", "refused", reading)
+    view.gone("http://x", "no answer within 5 s", reading)
     view.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "no answer from http://x: refused; trying on"
