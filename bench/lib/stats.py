@@ -79,14 +79,14 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, floa
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Change of y per x: the median over all pairs of points (Theil and Sen), 0 for less than two.
+    """Change of y per x: the median over pairs of points a fifth of them apart; 0 for one point.
 
-    One jump, as when an allocator takes a new arena, does not count for much; a steady growth does.
+    A jump or two, as when an allocator takes a new arena, lie between too few pairs to count; a
+    steady growth lies between all. Points are in the order of x, which differ.
     """
+    lag = max(1, len(points) // 5)
     slopes = [
         (y2 - y1) / (x2 - x1)
-        for index, (x1, y1) in enumerate(points)
-        for x2, y2 in points[index + 1 :]
-        if x2 != x1
+        for (x1, y1), (x2, y2) in zip(points[:-lag], points[lag:], strict=True)
     ]
     return statistics.median(slopes) if slopes else 0.0

@@ -67,7 +67,7 @@ def test_help_says_what_can_be_given(args: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "args", [("--version",), ("--help",), ("run", "--help"), ("nonsense",), ("run", "--nonsense")]
 )
-def test_help_and_slips_load_nothing_heavy(args: tuple[str, ...]) -> None:
+def test_pf_05_help_and_slips_load_nothing_heavy(args: tuple[str, ...]) -> None:
     modules = imported_by(*args)
     assert "click" in modules
     heavy = {"attr", "attrs", "cattrs", "tomllib", "asyncio", "trio", "quart", "hypercorn"}
@@ -76,7 +76,7 @@ def test_help_and_slips_load_nothing_heavy(args: tuple[str, ...]) -> None:
     assert ("trioserve.cli.run" in modules) == ("run" in args)
 
 
-def test_faults_and_print_load_no_server(tmp_path: Path) -> None:
+def test_pf_05_faults_and_print_load_no_server(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text("[http]\nprot = 1\n")
     for args in (("run", str(tmp_path / "m.toml")), ("run", "--print-config")):
         modules = imported_by(*args)

@@ -21,7 +21,7 @@ def budget() -> ModuleType:
     return module
 
 
-def test_budgets_hold(budget: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pf_05_budgets_hold(budget: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert budget.main() == 0, capsys.readouterr().out
 
 

@@ -26,7 +26,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_quick_stage_gets_one_line_and_a_slow_one_says_how_far_it_is(
+def test_pf_05_a_quick_stage_gets_one_line_and_a_slow_one_says_how_far_it_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
