@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def test_over_a_unix_socket_from_loading_to_gone_and_back(tmp_path: Path) -> Non
     path = tmp_path / "server.sock"
     sections = {
         **SIMULATED,
-        "device": {"kind": "simulated", "simulated_load_s": 2.0},
+        "device": {"kind": "simulated", "simulated_load_s": 1.0},
         "http": {"uds": str(path)},
     }
     with watching("--uds", str(path), "--interval", "0.1") as top:
@@ -142,6 +143,18 @@ def test_nobody_there() -> None:
         r"trioserve: no answer from http://127\.0\.0\.1:\d+: Connection refused\n", done.stderr
     )
     assert done.stdout == ""
+
+
+def test_once_can_be_interrupted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with watching("--once", f"http://127.0.0.1:{silent.getsockname()[1]}") as top:
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(100).startswith(b"GET /startup")
+                top.process.send_signal(signal.SIGINT)
+                assert top.process.wait(10) == 130
+                assert top.process.stderr is not None
+                assert top.process.stderr.read() == ""
 
 
 @pytest.mark.parametrize(

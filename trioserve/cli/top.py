@@ -27,7 +27,8 @@ def top(url: str | None, uds: str | None, interval: float, once: bool) -> NoRetu
     time. Rates are means over 5 s, quantiles those of the last minute; with --once, which has no
     past to compare with, there are no rates and quantiles are since the start.
 
-    Ctrl-C ends it with exit code 0; 1: --once had no answer; 2: the command line; 143: SIGTERM.
+    Ctrl-C ends it with exit code 0, or 130 with --once; 1: --once had no answer; 2: the command
+    line; 143: SIGTERM.
     """
     from trioserve.top.client import Address, parse_url
     from trioserve.top.loop import run_top

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 import trio
 
@@ -18,20 +19,19 @@ UNREACHABLE = 1  # exit code of --once
 def run_top(address: Address, *, interval_s: float, once: bool) -> int:
     """Show the server at ``address``; returns the exit code.
 
-    Ctrl-C is how one leaves: 0. SIGTERM gives 143. ``once`` gives 1 where nobody answers. A reader
-    of stdout that has left ends it with 0.
+    Ctrl-C is how one leaves: 0. SIGTERM gives 143. With ``once`` nobody's answer gives 1, and
+    Ctrl-C 130. A reader of stdout that has left ends it with 0.
     """
-    ended: list[int] = []
+    exit_code = 0
     try:
-        if once:
-            return trio.run(look_once, address)
-        trio.run(look_on, address, interval_s, ended)
+        main = partial(look_once, address) if once else partial(look_on, address, interval_s)
+        exit_code = trio.run(main)
     except* KeyboardInterrupt:
-        ended = [signal.SIGINT]
+        exit_code = 128 + signal.SIGINT if once else 0
     except* BrokenPipeError:
         # Python would try to flush what is left, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 128 + signal.SIGTERM if signal.SIGTERM in ended else 0
+    return exit_code
 
 
 async def look_once(address: Address) -> int:
@@ -46,18 +46,18 @@ async def look_once(address: Address) -> int:
     return 0
 
 
-async def look_on(address: Address, interval_s: float, ended: list[int]) -> None:
-    """Show the server until a signal comes, whose number goes to ``ended``.
+async def look_on(address: Address, interval_s: float) -> int:
+    """Show the server until a signal comes; returns the exit code.
 
     Cancellation leaves the terminal in order.
     """
+    number: int = signal.SIGINT
     async with trio.open_nursery() as nursery:
         nursery.start_soon(show_on, address, interval_s, make_view())
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                ended.append(number)
-                nursery.cancel_scope.cancel()
-                return
+            number = await anext(signals)
+            nursery.cancel_scope.cancel()
+    return 0 if number == signal.SIGINT else 128 + number
 
 
 async def show_on(address: Address, interval_s: float, view: View) -> None:
