@@ -211,6 +211,7 @@ def test_the_pods_parts_find_each_other() -> None:
     assert volumes.keys() == mounts.keys()
     assert volumes["config"]["configMap"]["name"] == kind("ConfigMap")["metadata"]["name"]
     assert container["args"] == [mounts["config"] + "/model.toml"]
+    command_line_is_good(["run", *container["args"]])
     assert f"XDG_CACHE_HOME={mounts['cache']}" in CONTAINERFILE
     assert container["securityContext"]["readOnlyRootFilesystem"]
 
