@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MAY_START_THREADS = {
     "trioserve/ipc/child.py",  # the worker's inbox
+    "trioserve/models/lifeline.py",  # one-shot children only: ends them with their parent
     "trioserve/models/weights.py",  # loads layers side by side and waits for all of them
 }
 THREAD_MODULES = {"concurrent", "_thread"}
