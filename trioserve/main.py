@@ -51,6 +51,12 @@ class Stopping:
         self.event = trio.Event()  # also set when the engine has ended by itself
         self.first_signal: int | None = None
         self.second_signal: int | None = None
+        self.early: list[int] = []  # what came before the tree could take it
+
+    def note(self, number: int, frame: object) -> None:
+        """A signal handler for before and after the tree: what comes early waits for it, what comes
+        late changes nothing, least of all the exit code."""
+        self.early.append(number)
 
 
 def run(loaded: LoadedConfig) -> int:
@@ -62,6 +68,8 @@ def run(loaded: LoadedConfig) -> int:
     console = make_console(loaded)
     set_up_logging(loaded.config.log, console)
     stopping = Stopping()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stopping.note)
     try:
         with watching_loop() as watch:
             trio.run(serve, loaded, stopping, console, watch, instruments=[watch])
@@ -69,13 +77,14 @@ def run(loaded: LoadedConfig) -> int:
         error = first_error(group)
         exit_code = error.exit_code
         logger.error("%s", error)
-    except* KeyboardInterrupt:
-        exit_code = 128 + signal.SIGINT
     except* Exception:
         logger.critical("a bug in the server:\n%s", traceback.format_exc())
         exit_code = 70
     else:
         exit_code = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Python resets a handler of its own before it has ended, and then a signal would kill.
+        signal.signal(number, signal.SIG_IGN)
     return exit_code if stopping.second_signal is None else 128 + stopping.second_signal
 
 
@@ -141,16 +150,23 @@ async def watch_signals(
     """First SIGTERM or SIGINT: drain. Second: cancel everything. Runs until cancelled."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
+        for number in stopping.early:
+            heed(number, stopping, root)
         async for number in signals:
-            name = signal.Signals(number).name
-            if stopping.first_signal is not None:
-                stopping.second_signal = number
-                logger.warning("%s again: stopping at once", name)
-                root.cancel()
-                return
-            stopping.first_signal = number
-            logger.info("%s: no new requests, finishing those that run", name)
-            stopping.event.set()
+            heed(number, stopping, root)
+
+
+def heed(number: int, stopping: Stopping, root: trio.CancelScope) -> None:
+    """Act on a signal."""
+    name = signal.Signals(number).name
+    if stopping.first_signal is None:
+        stopping.first_signal = number
+        logger.info("%s: no new requests, finishing those that run", name)
+        stopping.event.set()
+    elif stopping.second_signal is None:
+        stopping.second_signal = number
+        logger.warning("%s again: stopping at once", name)
+        root.cancel()
 
 
 async def stop_with_engine(engine: Engine, stopping: Stopping) -> None:

@@ -65,7 +65,7 @@ def run(
     A flag beats the environment (TRIOSERVE_SECTION__KEY), which beats MODEL.toml, which beats the
     default.
     """
-    heed_early_sigterm()
+    heed_early_signals()
     given = {
         flag: text
         for flag in FLAGS
@@ -82,12 +82,14 @@ def run(
     sys.exit(serve(loaded))
 
 
-def heed_early_sigterm() -> None:
-    """For the first process of a container, until the server's own handler is there.
+def heed_early_signals() -> None:
+    """End by SIGINT, or SIGTERM, until the server's own handlers are there; without a traceback.
 
-    The kernel drops signals to such a process that it has no handler for, and whoever stops the
-    container would wait for its whole deadline.
+    For the first process of a container, SIGTERM needs a handler: the kernel drops signals to such
+    a process that it has none for, and whoever stops the container would wait for its whole
+    deadline.
     """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
 
