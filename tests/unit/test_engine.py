@@ -681,3 +681,80 @@ def test_engine_is_what_http_expects() -> None:
     names = [name for name in vars(EngineApi) if not name.startswith("_")]
     assert names
     assert not [name for name in names if not hasattr(Engine, name)]
+
+
+# ------------------------------------------------------------- what the kill matrix uncovered
+
+
+async def test_a_frame_that_cannot_be_read_is_a_start_up_error_before_ready() -> None:
+    async def script(fake: FakeWorker) -> None:
+        await command(fake)
+        await fake.send(Stage("weights", "start"))
+        await fake.events.send_all(b"\x08\x00\x00\x00garbage!")
+        await until_end(fake)
+
+    with pytest.raises(StartupError, match=r"weights: .*no message of the protocol"):
+        async with open_engine(make_config(), worker_factory=Workers(script)):
+            pass
+
+
+@pytest.mark.parametrize(
+    "odd", [{"cache_salt": "\ud800"}, {"priority": 2**70}], ids=["surrogate", "too large"]
+)
+async def test_a_request_that_cannot_be_sent_fails_alone(odd: dict[str, Any]) -> None:
+    async with open_engine(make_config(), worker_factory=Workers(serve_tokens)) as engine:
+        bad = engine.submit([1], GREEDY, **odd)
+        good = engine.submit([70], SamplingParams(temperature=0.0, max_tokens=3))
+        with pytest.raises(InvalidRequest):
+            await anext(bad)
+        assert await collect(good)
+        assert engine.status.num_requests == 0
+
+
+async def test_a_death_while_draining_is_not_followed_by_another_worker() -> None:
+    workers = Workers(become_ready_then_die)
+    config = make_config(engine={"on_death": "restart"})
+    with pytest.raises(WorkerDied, match="exited with code 3"):
+        async with open_engine(config, worker_factory=workers) as engine:
+            engine.begin_drain()
+            await engine.wait_ended()
+    assert len(workers.opened) == 1
+
+
+async def become_ready_then_die(fake: FakeWorker) -> None:
+    await become_ready(fake)
+    await trio.testing.wait_all_tasks_blocked()
+    await fake.exit(3)
+
+
+async def test_an_idle_worker_that_takes_up_no_request_is_stuck(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async def script(fake: FakeWorker) -> None:
+        await become_ready(fake)
+        fake.status.end()
+        assert isinstance(await command(fake), Work)  # read, and left lying
+        await trio.sleep_forever()
+
+    config = make_config(watchdog={"interval_s": 0.5, "step_budget_s": 3.0})
+    with pytest.raises(WorkerStalled, match="has not taken up a request in 3"):
+        async with open_engine(config, worker_factory=Workers(script)) as engine:
+            await trio.sleep(60)  # idle is not stuck
+            assert engine.phase is Phase.READY
+            engine.submit([1], GREEDY)
+            await engine.wait_ended()
+
+
+async def test_a_worker_that_comes_back_while_its_stacks_are_written_lives_on(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async def script(fake: FakeWorker) -> None:
+        assert isinstance(await command(fake), Init)
+        while not fake.process.signals:  # noqa: ASYNC110
+            await trio.sleep(0.1)
+        await fake.send(make_ready())
+        await until_end(fake)
+
+    config = make_config(engine={"startup_silence_s": 5.0})
+    async with open_engine(config, worker_factory=Workers(script)) as engine:
+        assert engine.phase is Phase.READY

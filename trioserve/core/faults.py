@@ -182,6 +182,7 @@ class Faults:
         """Fire what belongs before Hello; the Hello to send."""
         for fault in self.at("hello"):
             if fault.kind == "protocol":
+                _say(f"ERROR fault hook {fault.text}")
                 hello = Hello(PROTOCOL + 1, hello.version, hello.pid)
             else:
                 self.fire(fault)

@@ -36,7 +36,7 @@ from trioserve.errors import (
     TrioserveError,
     WorkerDied,
 )
-from trioserve.ipc.framing import FrameError
+from trioserve.ipc.framing import MalformedFrame
 from trioserve.ipc.messages import (
     Check,
     Checked,
@@ -372,7 +372,7 @@ class Incarnation:
                     self.unanswered_s = trio.current_time()
                 try:
                     await worker.send(command)
-                except (ValueError, TypeError, FrameError) as error:
+                except MalformedFrame as error:
                     # It was refused before a byte went out; the pipe is as good as before.
                     if not isinstance(command, Work):
                         raise

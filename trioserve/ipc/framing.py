@@ -43,9 +43,13 @@ def encode(message: msgspec.Struct) -> bytes:
     """One message as a whole frame, header included.
 
     Raises:
-        MalformedFrame: the message is larger than ``MAX_FRAME_BYTES``.
+        MalformedFrame: the message is larger than ``MAX_FRAME_BYTES``, or holds a value that
+            msgpack cannot carry: an integer beyond 64 bits, a text that is no Unicode.
     """
-    payload = _encoder.encode(message)
+    try:
+        payload = _encoder.encode(message)
+    except (ValueError, OverflowError, TypeError) as fault:
+        raise MalformedFrame(f"a {type(message).__name__} cannot be encoded: {fault}") from None
     if len(payload) > MAX_FRAME_BYTES:
         raise MalformedFrame(
             f"a {type(message).__name__} of {len(payload)} bytes is over the limit of "
