@@ -194,7 +194,7 @@ def fault_of(dotted: str, text: str) -> str:
         ("port", "F:1:5: not valid TOML: Expected '=' after a key in a key/value pair"),
     ],
 )
-def test_a_fault_in_the_file_is_one_line_with_place_and_remedy(
+def test_st_03_a_fault_in_the_file_is_one_line_with_place_and_remedy(
     write: Write, text: str, problem: str
 ) -> None:
     assert faults(write(text)) == [problem]
@@ -311,7 +311,7 @@ def test_an_override_without_a_key(dotted: str) -> None:
 # ---------------------------------------------------------------------------- who wins
 
 
-def test_flag_beats_environment_beats_file_beats_default(write: Write) -> None:
+def test_st_03_flag_beats_environment_beats_file_beats_default(write: Write) -> None:
     path = write("[http]\nport = 1\nhost = 'file'\n[log]\n\nlevel = 'error'\n")
     loaded = load(
         path,

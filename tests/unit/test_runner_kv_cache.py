@@ -99,7 +99,7 @@ def test_the_cap_gives_way_to_one_full_sequence() -> None:
     assert result.max_model_len == 262144
 
 
-def test_too_small_for_one_sequence_says_everything() -> None:
+def test_st_09_too_small_for_one_sequence_says_everything() -> None:
     with pytest.raises(StartupError) as caught:
         plan(config(1000 * TOKEN, 4096), profile(16 * GIB))
     cause = caught.value.cause
@@ -159,7 +159,7 @@ def test_a_length_over_the_models_own_is_refused() -> None:
     longer=st.integers(1, 8192),
     seqs=st.integers(1, 100),
 )
-def test_a_shorter_context_never_fails_where_a_longer_one_starts(
+def test_st_09_a_shorter_context_never_fails_where_a_longer_one_starts(
     free: int, memory: int | str, shorter: int, longer: int, seqs: int
 ) -> None:
     shorter, longer = sorted((shorter, longer))
@@ -181,7 +181,7 @@ def test_a_shorter_context_never_fails_where_a_longer_one_starts(
 
 
 @given(free=st.integers(0, 1 << 40), change=st.integers(-GIB, GIB))
-def test_neighbours_change_the_size_but_break_nothing(free: int, change: int) -> None:
+def test_st_09_neighbours_change_the_size_but_break_nothing(free: int, change: int) -> None:
     """Another process takes or gives back memory between two reads: a size or a plain refusal."""
     for measured in (profile(free), profile(max(0, free + change))):
         try:

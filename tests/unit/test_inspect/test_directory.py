@@ -180,7 +180,7 @@ def write(checkpoint: Path, content: bytes) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-def test_missing_tensors(
+def test_st_06_missing_tensors(
     checkpoint: Path, tensors: Shapes, safetensors: Callable[..., bytes]
 ) -> None:
     del tensors["model.layers.1.input_layernorm.weight"]
@@ -218,7 +218,7 @@ def test_unknown_tensors_are_a_warning(
     assert "model.extra.weight" not in {tensor.name for tensor in model.tensors}
 
 
-def test_rotary_tables_and_a_stored_tied_head_are_passed_over(
+def test_st_06_rotary_tables_and_a_stored_tied_head_are_passed_over(
     checkpoint: Path, tensors: Shapes, safetensors: Callable[..., bytes]
 ) -> None:
     more = {"lm_head.weight": (512, 8), "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)}
