@@ -220,6 +220,36 @@ def test_sd_01_kill_9_of_the_parent_takes_the_worker_along(tmp_path: Path) -> No
         server.process.wait()
 
 
+@pytest.mark.parametrize("device", ["simulated", "real"])
+def test_sd_01_d_kill_9_of_the_parent_while_the_worker_holds_the_gil_for_ever(
+    tmp_path: Path, device: str
+) -> None:
+    config = {name: dict(values) for name, values in SLOW.items()}
+    if device == "real":
+        from .test_bad_input import make_model
+
+        config = {"model": {"source": str(make_model(tmp_path / "model"))}}
+    config["test"] = {"allow_faults": True, "faults": ["decode@3:gil"]}
+    server = start(tmp_path, **config)
+    try:
+        server.wait_ready()
+        with (
+            pytest.raises(httpx.TransportError),
+            server.stream("/v1/completions", **(LONG | {"max_tokens": 50})) as events,
+        ):
+            next(events)
+            server.wait_until(lambda: "fault hook decode@3:gil" in server.log, "held")
+            worker = server.worker()
+            server.process.kill()
+            list(events)
+        server.process.wait()
+        server.assert_nothing_left(within_s=2.0)
+        assert not worker.is_running()
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
 def test_a_stuck_worker_is_found_and_its_stacks_are_logged(tmp_path: Path) -> None:
     config = simulated(
         device={"simulated_step_s": 0.05}, watchdog={"interval_s": 0.2, "step_budget_s": 1.0}

@@ -41,7 +41,13 @@ async def main(config):
             nursery.start_soon(listen, scope, stopping)
             async with open_engine(config, wait_ready=False, failure_grace_s=2.0) as engine:
                 nursery.start_soon(say_what_happens, engine, stopping)
-                await serve_http(engine, listeners, config, stopping=stopping, drain_deadline_s=1.0)
+                await serve_http(
+                    engine,
+                    listeners,
+                    config,
+                    stopping=stopping,
+                    drain_deadline_s=config.engine.drain_timeout_s,
+                )
             nursery.cancel_scope.cancel()
     return scope.cancelled_caught
 
