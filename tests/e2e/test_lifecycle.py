@@ -176,6 +176,24 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, number: signal.Signals, c
             assert time.monotonic() - began < 2.0
 
 
+def test_sd_07_signals_after_the_end_is_decided_change_nothing(tmp_path: Path) -> None:
+    """Until the very end of the process, of which Python's own shutdown is the longest part."""
+    config = simulated(test={"allow_faults": True, "faults": ["weights:exit:3"]})
+    server = start(tmp_path, **config)
+    try:
+        server.wait_until(lambda: "start-up failed" in server.log, "failed")
+        deadline = time.monotonic() + 10
+        while server.process.poll() is None and time.monotonic() < deadline:
+            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 5
+        assert "Traceback" not in server.log
+        assert "KeyboardInterrupt" not in server.log
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
 def test_sd_02_kill_9_of_the_worker_ends_requests_and_server(tmp_path: Path) -> None:
     with running(tmp_path, **SLOW) as server:
         with server.stream("/v1/completions", **LONG) as events:
