@@ -54,6 +54,8 @@ class TextFormatter(logging.Formatter):
 
 def escape(text: str) -> str:
     """Control characters made visible."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
