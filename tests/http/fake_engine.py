@@ -27,6 +27,7 @@ class FakeStream:
         self.sampling = sampling
         self.extra = extra
         self.started = False
+        self.aborted = False
         self.finished = False
         self.closed = trio.Event()
         self._deltas: list[TextDelta] = []
@@ -34,12 +35,8 @@ class FakeStream:
         self._wake = trio.Event()
         self._num_output = 0
 
-    @property
-    def aborted(self) -> bool:
-        return self.closed.is_set() and not self.finished
-
     def push(self, *deltas: TextDelta) -> None:
-        self.started = True
+        self.started = self.started or any(delta.token_ids for delta in deltas)
         self._deltas.extend(deltas)
         self._wake.set()
 
@@ -78,6 +75,9 @@ class FakeStream:
         return delta
 
     def close(self) -> None:
+        if not self.finished and not self.closed.is_set():
+            self.aborted = True
+            self.push(TextDelta("", [], finish_reason="abort"))  # a reader is told at once
         self.closed.set()
 
     @property

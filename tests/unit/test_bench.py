@@ -558,3 +558,50 @@ def test_startup_shows_why_a_server_did_not_start() -> None:
     assert (code, result) == (1, None)
     assert "nowhere/at/all" in err
     assert "startup: the server ended with exit code" in err
+
+
+# ------------------------------------------------------------------------- soak and overload
+
+
+def test_slope_is_that_of_a_steady_growth_and_passes_over_a_jump() -> None:
+    assert stats.slope([(x, 5.0 + 3 * x) for x in range(10)]) == 3
+    assert stats.slope([(x, 7.0) for x in range(10)]) == 0
+    assert stats.slope([(x, 0.0 if x < 30 else 1e6) for x in range(60)]) == 0
+    assert stats.slope([(1.0, 2.0)]) == 0
+
+
+def test_a_short_soak_finds_nothing_left(tmp_path: Path) -> None:
+    """No verdict on memory over so few requests: its limit is out of reach."""
+    counts = [f"--{kind}=40" for kind in ("tiny", "aborted", "erroneous", "warm-up", "round")]
+    path = tmp_path / "soak.json"
+    done = subprocess.run(
+        [sys.executable, BENCH / "soak.py", *counts, "--limit=1e9", "--json", path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["verdict"] == "flat"
+    assert found["phases"]["all"]["requests"] == 120
+    assert found["outcomes"]["tiny: ok"] == 40
+    assert len(found["samples"]) == 4
+    assert found["first"]["worker_bytes"] > 1_000_000
+
+
+def test_a_short_overload_sees_streams_and_probes(tmp_path: Path) -> None:
+    path = tmp_path / "overload.json"
+    limits = ["--seconds=1", "--gap-ms=1e6", "--probe-ms=1e6", "--only=half-closed"]
+    done = subprocess.run(
+        [sys.executable, BENCH / "overload.py", *limits, "--json", path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [case] = json.loads(path.read_text())["median"].values()
+    assert case["gaps"] > 10
+    assert case["probes"] > 1
+    assert 0 < case["gap_median_ms"] <= case["gap_worst_ms"]

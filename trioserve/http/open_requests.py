@@ -61,9 +61,9 @@ class OpenRequest:
         or next wait. Only the first call counts."""
         if self._error is None:
             self._error = error
+            self.wake()  # first, or a waiting handler would be given the end of the closed stream
             for stream in self.streams:
                 stream.close()
-            self.wake()
 
     def check(self) -> None:
         """Raise what ended the request, if anything has."""
@@ -100,10 +100,13 @@ class OpenRequest:
             self._waits = True
             try:
                 result = await work()
+            except RequestError:
+                self.check()
+                raise
             finally:
                 self._waits = False
-            # The end may have come while the task was about to go on, and what an aborted stream
-            # has given by then is no whole answer.
+            # The end may have come while the task was about to go on; what an aborted stream has
+            # given by then is no whole answer, nor is its error the reason.
             self.check()
             return result
         self.check()
@@ -142,6 +145,9 @@ class OpenRequest:
         self._waits = True
         try:
             return await answers.next()
+        except RequestError:
+            self.check()
+            raise
         finally:
             self._waits = False
 
