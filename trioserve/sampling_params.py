@@ -42,8 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         """Check every field against its range.
 
         Raises:
-            InvalidRequest: naming the first field at fault and its range.
+            InvalidRequest: naming the first field at fault and its type or range.
         """
+        self._check_types()
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_p", self.top_p, 0.0, 1.0)
         _in_range("min_p", self.min_p, 0.0, 1.0)
@@ -77,6 +78,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             )
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
 
+    def _check_types(self) -> None:
+        # A program may have put anything in; a worker that is sent it would see a broken frame.
+        values = msgspec.structs.astuple(self)
+        try:
+            msgspec.convert(values, SamplingParams)
+        except msgspec.ValidationError:
+            for name, value in zip(self.__struct_fields__, values, strict=True):
+                try:
+                    msgspec.convert([*_DEFAULTS[name], value], SamplingParams)
+                except msgspec.ValidationError as fault:
+                    wrong = str(fault).partition(" - at ")[0]
+                    raise InvalidRequest(f"{name}: {wrong}", param=name) from None
+            raise
+
 
 def check_token_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidRequest naming the index and the valid range if an id is out of vocabulary."""
@@ -93,3 +108,10 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequest(
             f"{name} must lie between {low:g} and {high:g}, not {value}", param=name
         )
+
+
+_DEFAULTS = {
+    name: msgspec.structs.astuple(SamplingParams())[:index]
+    for index, name in enumerate(SamplingParams.__struct_fields__)
+}
+"""For each field the defaults of those before it, which an array has to begin with."""

@@ -117,10 +117,12 @@ class RequestStream(Protocol):
             RequestFailed: the worker failed this request, or died under it.
             RequestCut: the server's shutdown ended it.
             StopAsyncIteration: the delta with the finish_reason was returned already.
+            trio.BusyResourceError: another task is waiting for it.
         """
 
     def close(self) -> None:
-        """Abort if still running. Idempotent, never fails, never waits."""
+        """Abort if still running; a task that waits for the next delta gets one that says so.
+        Idempotent, never fails, never waits."""
 
     @property
     def usage(self) -> Usage: ...

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from trioserve.ipc.messages import (
     Check,
     Checked,
     Command,
+    Delta,
     Ready,
     ReadyInfo,
     Stage,
@@ -244,6 +246,8 @@ class Engine:
         if self.phase is not Phase.READY:
             raise self._not_ready()
         self._check(prompt_token_ids, sampling)
+        if type(priority) is not int or not isinstance(cache_salt, str):
+            raise InvalidRequest("priority must be an int and cache_salt a str", param="priority")
         scheduler = self.config.scheduler
         if len(self._requests) >= scheduler.max_num_seqs + scheduler.max_waiting:
             raise QueueFull(f"{len(self._requests)} requests run or wait already; try again later")
@@ -269,10 +273,12 @@ class Engine:
         """
         if isinstance(prompt, str):
             token_ids = await self.encode_prompt(prompt)
-        elif prompt and isinstance(prompt[0], dict):
-            token_ids = await self.render_chat(list(prompt))  # type: ignore[arg-type]
         else:
-            token_ids = list(prompt)  # type: ignore[arg-type]
+            items = _items(prompt)
+            if items and isinstance(items[0], dict):
+                token_ids = await self.render_chat(items)
+            else:
+                token_ids = [_plain(item) for item in items]
         async with self.submit(token_ids, sampling or SamplingParams(), priority=priority) as s:
             yield s
 
@@ -285,6 +291,7 @@ class Engine:
             # The writer passes over a Work whose request is gone, so no Abort can overtake it.
             stream.sent = Sent.ENDED
             del self._requests[request_id]
+            stream.mailbox.put(Delta(request_id, [], "abort"))  # to a task that waits for it
         else:
             self._aborts.add(request_id)
             self._commands_wake.set()
@@ -450,6 +457,10 @@ class Engine:
                 "leaves no room for an answer",
                 param="prompt",
             )
+        for index, token_id in enumerate(prompt_token_ids):
+            if type(token_id) is not int:  # the worker would take the frame for a broken one
+                kind = type(token_id).__name__
+                raise InvalidRequest(f"prompt[{index}] must be an int, not {kind}", param="prompt")
         check_token_ids("prompt", prompt_token_ids, info.vocab_size)
         sampling.validate(info.vocab_size)
 
@@ -538,3 +549,23 @@ def text_length(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(text_length, value))
     return 0
+
+
+def _items(prompt: Any) -> list[Any]:
+    """A prompt that is no text, as a list; arrays of other libraries as well."""
+    if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes | bytearray):
+        return list(prompt)
+    raise InvalidRequest(
+        f"a prompt is a text, token ids or chat messages, not {type(prompt).__name__}",
+        param="prompt",
+    )
+
+
+def _plain(item: Any) -> Any:
+    """An integer of another library as an int; anything else as it is, to be refused."""
+    if isinstance(item, bool):
+        return item
+    try:
+        return operator.index(item)
+    except TypeError:
+        return item

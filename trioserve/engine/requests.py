@@ -38,6 +38,7 @@ class Mailbox:
         self._deltas: list[Delta] = []
         self._error: RequestError | None = None
         self._wake = trio.Event()
+        self._being_read = False
 
     def put(self, delta: Delta) -> None:
         """Add a delta. Engine task only."""
@@ -56,13 +57,20 @@ class Mailbox:
 
         Raises:
             RequestError: the one given to ``fail``, once the deltas before it were taken.
+            trio.BusyResourceError: another task is waiting here.
         """
-        await trio.lowlevel.checkpoint()
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            self._wake = trio.Event()
-            await self._wake.wait()
+        if self._being_read:
+            raise trio.BusyResourceError("another task reads this stream already")
+        self._being_read = True
+        try:
+            await trio.lowlevel.checkpoint()
+            while not self._deltas:
+                if self._error is not None:
+                    raise self._error
+                self._wake = trio.Event()
+                await self._wake.wait()
+        finally:
+            self._being_read = False
         deltas, self._deltas = self._deltas, []
         return deltas[0] if len(deltas) == 1 else merge(deltas)
 
@@ -146,6 +154,7 @@ class RequestStream:
             RequestFailed: the worker failed this request, or died under it.
             RequestCut: the server's shutdown ended it.
             StopAsyncIteration: the last delta was returned already.
+            trio.BusyResourceError: another task is waiting for it.
         """
         if self._finished:
             raise StopAsyncIteration

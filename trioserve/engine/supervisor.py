@@ -28,6 +28,7 @@ from trioserve.engine.api import Phase
 from trioserve.engine.engine import Engine
 from trioserve.engine.watchdog import watch_worker
 from trioserve.errors import (
+    ConfigError,
     EngineDied,
     ModelError,
     RequestCut,
@@ -99,7 +100,7 @@ async def open_engine(
         EngineDied: it died later, and ``engine.on_death`` did not restart it.
     """
     engine = Engine(as_config(config))
-    block_error: Exception | None = None
+    block_error: BaseException | None = None
     block = trio.CancelScope()
     closing = trio.Event()
     supervisor = Supervisor(engine, closing, worker_factory or spawn_worker)
@@ -123,6 +124,11 @@ async def open_engine(
                     # Raised again below: the nursery would wrap it in a group, and the caller
                     # would have to know that there is a nursery in here.
                     block_error = error
+                except (trio.Cancelled, GeneratorExit, BaseExceptionGroup):
+                    raise  # the nursery's own business, or holding it
+                except BaseException as error:  # Ctrl-C, sys.exit: no time for an orderly end
+                    block_error = error
+                    nursery.cancel_scope.cancel()
             closing.set()
     finally:
         supervisor.close()
@@ -139,12 +145,17 @@ def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
     if isinstance(config, Config):
         return config
     if config is None or isinstance(config, Mapping):
+        for section, values in (config or {}).items():
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"section '{section}': expected a mapping of its keys")
         overrides = {
             f"{section}.{key}": value
             for section, values in (config or {}).items()
             for key, value in values.items()
         }
         return load(None, env={}, overrides=overrides).config
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"expected a mapping, a path or None, not {type(config).__name__}")
     return load(Path(config), env=os.environ, overrides={}).config
 
 
