@@ -859,3 +859,18 @@ async def test_pf_01_large_bodies_do_not_stop_the_others() -> None:
                 worst = max(worst, trio.current_time() - before)
         assert worst < 1.0  # a bound for a busy machine; usually some hundredths
         assert len(engine.streams) == 3
+
+
+async def test_more_answers_than_can_ever_run_or_wait_are_an_error_of_the_request() -> None:
+    """A 429 would be tried again for ever."""
+    async with serving() as served:
+        most = 64 + 256  # scheduler.max_num_seqs + scheduler.max_waiting
+        for body, param in (
+            ({"prompt": ["a"] * (most + 1)}, "prompt"),
+            ({"prompt": ["a"] * 3, "n": 128}, "prompt"),
+        ):
+            answer = await served.call("POST", "/v1/completions", body)
+            assert answer.status == 400
+            assert answer.json["error"]["param"] == param
+            assert str(most) in answer.json["error"]["message"]
+        assert not served.engine.streams

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from .client import parse_events, request_bytes, serving
-from .fake_engine import FakeEngine
+from .fake_engine import FakeEngine, answer_hello
 
 COMPLETION = {"prompt": "hi"}
 STREAM = COMPLETION | {"stream": True}
@@ -120,3 +120,44 @@ async def test_unix_socket(tmp_path_factory: pytest.TempPathFactory) -> None:
         with trio.fail_after(1):
             await request.closed.wait()
         assert request.aborted
+
+
+@pytest.mark.parametrize(
+    ("version", "close"), [(b"HTTP/1.1", b"Connection: close\r\n"), (b"HTTP/1.0", b"")]
+)
+async def test_what_follows_the_last_request_is_passed_over(version: bytes, close: bytes) -> None:
+    """Old clients send a line end after a body; whatever it is, the answer is not lost to it."""
+    async with serving() as served:
+        raw = request_bytes("POST", "/v1/completions", COMPLETION)
+        raw = raw.replace(b"HTTP/1.1", version).replace(b"\r\n", b"\r\n" + close, 1)
+        for trailing in (b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"):
+            client = await served.connect()
+            await client.stream.send_all(raw + trailing)
+            assert (await client.answer()).status == 200
+            assert await client.rest() == b""
+
+
+async def test_what_follows_the_last_request_is_not_kept() -> None:
+    async with serving(FakeEngine(script=None)) as served:
+        client = await served.connect()
+        await client.send("POST", "/v1/completions", COMPLETION, Connection="close")
+        [stream] = await served.engine.submitted()
+        for _ in range(32):
+            await client.stream.send_all(b"x" * 65536)
+        answer_hello(stream)
+        assert (await client.answer()).status == 200
+
+
+async def test_two_ways_to_tell_the_length_of_a_body_are_refused() -> None:
+    """One of them may be what a proxy went by: the rest would be a request of its own."""
+    async with serving() as served:
+        client = await served.connect()
+        body = b"5\r\nhello\r\n0\r\n\r\n"
+        await client.stream.send_all(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /version HTTP/1.1\r\n\r\n"
+        )
+        answer = await client.answer()
+        assert answer.status == 400
+        assert answer.headers["connection"] == "close"
+        assert await client.rest() == b""

@@ -72,6 +72,23 @@ class _ReadAhead:
         await self._event.wait()
 
 
+class _H11(h11.Connection):
+    """h11 that passes over what follows a connection's last request.
+
+    After a request with ``Connection: close``, or one of HTTP/1.0, h11 takes further bytes, an old
+    client's line end already, for a fault, and the answer would be lost to it.
+    """
+
+    def receive_data(self, data: bytes) -> None:
+        if not (data and self.their_state in (h11.MUST_CLOSE, h11.CLOSED)):
+            super().receive_data(data)
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.MUST_CLOSE:
+            return h11.NEED_DATA
+        return super().next_event()
+
+
 class H11Only(H11Protocol):
     """HTTP/1.1 without upgrades, with bodies for protocol errors and a short way for chunks.
 
@@ -80,6 +97,9 @@ class H11Only(H11Protocol):
 
     def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool) -> None:
         super().__init__(*args)
+        self.connection = _H11(
+            h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_size
+        )
         self.can_read: _ReadAhead = read_ahead
         self.exchange: Exchange | None = None
         self._http2 = http2
@@ -142,7 +162,7 @@ class H11Only(H11Protocol):
     async def _create_stream(self, request: h11.Request) -> None:
         target = _origin_form(request.target)
         http_1 = request.http_version.startswith(b"1.")
-        if target is None or not http_1:
+        if target is None or not http_1 or _has_two_lengths(request):
             await self._send_error_response(400 if http_1 else 505)
             await self.send(Closed())
             return
@@ -339,6 +359,12 @@ def _origin_form(target: bytes) -> bytes | None:
             _, slash, rest = target[len(scheme) :].partition(b"/")
             return slash + rest or b"/"
     return None
+
+
+def _has_two_lengths(request: h11.Request) -> bool:
+    """Whether the body's end is told in two ways, of which a proxy may have taken the other."""
+    names = {name for name, _ in request.headers}
+    return b"content-length" in names and b"transfer-encoding" in names
 
 
 def _error_body(message: str) -> bytes:

@@ -14,7 +14,7 @@ import trio
 from quart import Response, request
 
 from trioserve.engine.api import Phase, RequestStream
-from trioserve.errors import ContextLengthExceeded, NotReady
+from trioserve.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from trioserve.http.asgi import App, AppContext, RequestState
 from trioserve.http.errors import JSON, WrongMediaType, unknown_model
 from trioserve.http.open_requests import Answers, Limits, OpenRequest, refuse_abort
@@ -154,6 +154,7 @@ class GenerationRoutes:
     ) -> list[RequestStream]:
         """Submit each prompt ``num_choices`` times; what was submitted ends with the request."""
         opened.check()
+        self._check_num_answers(body, len(prompts))
         streams = opened.streams
         for prompt in prompts:
             room = self._engine.max_model_len - len(prompt)
@@ -175,6 +176,17 @@ class GenerationRoutes:
                 state.lifetime.callback(stream.close)
                 streams.append(stream)
         return streams
+
+    def _check_num_answers(self, body: GenerationRequest, num_prompts: int) -> None:
+        # Refused by the queue it would be tried again for ever.
+        scheduler = self._context.config.scheduler
+        most = scheduler.max_num_seqs + scheduler.max_waiting
+        if num_prompts * body.num_choices > most:
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n = {body.num_choices} are more than the {most}"
+                " answers this server takes at once; split the request",
+                param="n" if num_prompts == 1 else body.prompt_field,
+            )
 
     # ------------------------------------------------------------------------- after submit
 
