@@ -8,6 +8,8 @@ nothing else that is not in the standard library.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import Any
 
 import click
@@ -53,6 +55,23 @@ def cli() -> None:
     """
 
 
+def fill_standard_streams() -> None:
+    """Put /dev/null where a standard stream is closed.
+
+    The next descriptor would take its number, and what is said on stderr would go into a client's
+    connection.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def main(args: list[str] | None = None) -> Any:
     """Entry point of the ``trioserve`` program. Ends the process with the exit codes above."""
+    fill_standard_streams()
     cli.main(args=args, prog_name="trioserve")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -75,7 +76,12 @@ def run(
     if print_config:
         from trioserve.config import to_toml
 
-        click.echo(to_toml(loaded), nl=False)
+        try:
+            click.echo(to_toml(loaded), nl=False)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click's business
+            sys.exit(f"trioserve: the configuration cannot be printed: {error.strerror}")
         sys.exit(0)
     from trioserve.main import run as serve
 
@@ -89,6 +95,8 @@ def heed_early_signals() -> None:
     a process that it has none for, and whoever stops the container would wait for its whole
     deadline.
     """
+    # Whoever started this may have blocked them in a thread of its own, which is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
