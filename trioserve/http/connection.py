@@ -23,13 +23,14 @@ from hypercorn.protocol.events import EndBody, Response, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import parse_socket_addr
 
 from trioserve.http.exchange import Exchange
 from trioserve.http.stream import ClientStream
+from trioserve.ipc.framing import FEW_BYTES, next_read
 
 READ_AHEAD_BYTES = 64 * 1024  # kept of what follows a request that is still being answered
 CLOSE_GRACE_S = 1.0
@@ -243,6 +244,7 @@ class Connection(TCPServer):
     ) -> None:
         super().__init__(app, config, context, {}, cast(Any, stream))
         self._on_idle = on_idle
+        self._num_asked = FEW_BYTES
         self._http2 = http2
         self._read_ahead = _ReadAhead(self._receive)
         self._reading = trio.CancelScope()
@@ -341,7 +343,8 @@ class Connection(TCPServer):
 
     async def _receive(self) -> bytes:
         """The next bytes; raises _EndOfInput when the client counts as gone."""
-        while data := await self.stream.receive_some(MAX_RECV):
+        while data := await self.stream.receive_some(self._num_asked):
+            self._num_asked = next_read(self._num_asked, len(data))
             if not self._closing:
                 return bytes(data)
         exchange = cast(_Protocol, self.protocol).exchange

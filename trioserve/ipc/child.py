@@ -226,16 +226,20 @@ def _fill(inbox: Inbox, commands: int, parent: int | None) -> None:
     if parent is not None:
         poll.register(parent, select.POLLIN)
     frames = FrameDecoder()
+    # One buffer for ever: a new one for each read, cut to what came, would leave a hole in the heap
+    # behind each command, and the worker's memory would creep up.
+    buffer = bytearray(READ_BYTES)
+    view = memoryview(buffer)
     decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
     try:
         while True:
             ready = [fd for fd, _ in poll.poll()]
             if parent in ready:
                 _end()
-            data = os.read(commands, READ_BYTES)
-            if not data:
+            num_bytes = os.readv(commands, [buffer])
+            if not num_bytes:
                 break  # inside a frame too: the parent left while it wrote, nobody misses it
-            for payload in frames.feed(data):
+            for payload in frames.feed(view[:num_bytes]):
                 inbox.put(decode(decoder, payload))
             frames.feed(b"")  # raises where a bad length came after good frames
     except FrameError as fault:

@@ -8,7 +8,15 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import trio
 
-from trioserve.ipc.framing import READ_BYTES, FrameDecoder, FrameError, decode, encode
+from trioserve.ipc.framing import (
+    FEW_BYTES,
+    READ_BYTES,
+    FrameDecoder,
+    FrameError,
+    decode,
+    encode,
+    next_read,
+)
 
 M = TypeVar("M")
 
@@ -23,6 +31,7 @@ class FrameReader(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message_type)
         self._ready: deque[bytes] = deque()
         self._fault: FrameError | None = None
+        self._num_asked = FEW_BYTES
 
     def __aiter__(self) -> FrameReader[M]:
         return self
@@ -39,7 +48,8 @@ class FrameReader(Generic[M]):
                 raise self._fault
             while not self._ready:
                 self._frames.feed(b"")  # raises where a bad length came after good frames
-                data = await self._stream.receive_some(READ_BYTES)
+                data = await self._stream.receive_some(self._num_asked)
+                self._num_asked = next_read(self._num_asked, len(data))
                 if not data:
                     self._frames.finish()
                     raise StopAsyncIteration
