@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock, lockstep_stream_pair
+from trio.testing import MockClock, lockstep_stream_pair, memory_stream_pair
 
 from .client import Client, request_bytes, serving
 from .fake_engine import FakeEngine
@@ -254,3 +254,27 @@ async def test_pf_01_probes_are_answered_between_the_pieces_of_large_bodies() ->
                 await trio.sleep(0.005)
     assert statuses == [200, 200]
     assert num_probes >= 20
+
+
+async def test_kv_06_small_requests_are_read_into_small_buffers(autojump_clock: MockClock) -> None:
+    """And a large body is not read in crumbs."""
+    async with serving_in_memory() as served:
+        ours, theirs = memory_stream_pair()
+        stream = MemoryStream(theirs)
+        asked: list[int] = []
+
+        async def recording(max_bytes: int) -> bytes:
+            asked.append(max_bytes)
+            return bytes(await theirs.receive_some(max_bytes))
+
+        stream.receive_some = recording
+        served.listener._send.send_nowait(stream)
+        client = Client(ours, float("inf"))  # type: ignore[arg-type]
+        for _ in range(5):
+            assert await ask(client) == 200
+        assert set(asked) == {4096}
+        asked.clear()
+        await client.send("POST", "/v1/completions", COMPLETION | {"user": "u" * 500_000})
+        assert (await client.answer()).status == 200
+        assert len(asked) < 20
+        assert asked[-1] == 4096

@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 
 from trioserve.errors import WorkerDied
 from trioserve.ipc.framing import (
+    FEW_BYTES,
+    READ_BYTES,
     FrameDecoder,
     FrameError,
     MalformedFrame,
     TruncatedFrame,
     decode,
     encode,
+    next_read,
     write_frame,
 )
 from trioserve.ipc.messages import (
@@ -36,6 +39,7 @@ from trioserve.ipc.messages import (
     Hello,
     Init,
     ReadyInfo,
+    Stage,
     StepOutput,
     StepStats,
     TokenLogprobs,
@@ -278,3 +282,31 @@ def test_docs_messages_names_every_message_and_field() -> None:
         start = f"| `{tag}` | {struct.__name__}" if tag else f"| {struct.__name__}"
         (row,) = [line for line in text.splitlines() if re.match(re.escape(start) + r"\b", line)]
         assert re.findall(r"`(\w+)`", row.split("|")[3 if tag else 2]) == fields
+
+
+def test_kv_06_small_messages_are_read_into_small_buffers_and_large_ones_are_not() -> None:
+    """A buffer cut from 64 KiB to a message leaves a hole in the heap."""
+    assert next_read(FEW_BYTES, 300) == FEW_BYTES
+    assert next_read(FEW_BYTES, FEW_BYTES) == READ_BYTES
+    assert next_read(READ_BYTES, READ_BYTES) == READ_BYTES
+    assert next_read(READ_BYTES, 100) == FEW_BYTES
+
+
+async def test_kv_06_a_reader_asks_for_more_only_while_there_is_more() -> None:
+    send, receive = trio.testing.memory_stream_one_way_pair()
+    asked: list[int] = []
+    receive_some = receive.receive_some
+
+    async def recording(max_bytes: int | None = None) -> bytes:
+        asked.append(max_bytes or 0)
+        return bytes(await receive_some(max_bytes))
+
+    receive.receive_some = recording  # type: ignore[method-assign]
+    reader: FrameReader[Any] = FrameReader(receive, Stage)
+    for detail in ("small", "x" * 200_000, "small", "small"):
+        await send.send_all(encode(Stage("python", "start", detail=detail)))
+        assert (await anext(reader)).detail == detail
+    assert asked[0] == FEW_BYTES
+    assert max(asked) == READ_BYTES
+    assert asked[-1] == FEW_BYTES
+    assert len(asked) < 15
