@@ -11,6 +11,8 @@ import trio
 
 from trioserve.engine.api import Phase, StageStatus, TextDelta, TokenLogprob
 from trioserve.errors import QueueFull, RequestFailed
+from trioserve.http.errors import InvalidBody
+from trioserve.http.fields import decode_object
 from trioserve.http.metrics import STATUS_CLASSES
 
 from .client import serving
@@ -874,3 +876,29 @@ async def test_more_answers_than_can_ever_run_or_wait_are_an_error_of_the_reques
             assert answer.json["error"]["param"] == param
             assert str(most) in answer.json["error"]["message"]
         assert not served.engine.streams
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [
+        b"[" + b",".join([b"[]"] * 100_001) + b"]",
+        b"[" + b",".join([b"{}"] * 100_001) + b"]",
+        b"{" + b",".join(b'"%x":1' % i for i in range(100_001)) + b"}",
+        b"[" + b",".join([b"1"] * 2_000_002) + b"]",
+    ],
+    ids=["arrays", "objects", "keys", "items"],
+)
+async def test_a_body_of_countless_parts_is_refused_undecoded(filler: bytes) -> None:
+    """Decoding one would stop the server for all others, in a thread too."""
+    raw = b'{"prompt": "a", "metadata": ' + filler + b"}"
+    with pytest.raises(InvalidBody, match="are the most"):
+        decode_object(raw)
+    async with serving() as served:
+        answer = await served.call("POST", "/v1/completions", raw)
+        assert answer.status == 400
+        assert "are the most" in answer.json["error"]["message"]
+
+
+def test_a_long_text_is_not_countless_parts() -> None:
+    text = "f([a, b], {c: 1});\n" * 20_000
+    assert decode_object(json.dumps({"prompt": text}).encode())["prompt"] == text

@@ -18,19 +18,25 @@ from trioserve.http.errors import InvalidBody
 MAX_SHOWN = 60  # characters of a value or key in a message
 MAX_FIELDS = 1000
 MAX_FAULTS = 20  # listed; more are counted
+# Decoders hold the interpreter's lock from a body's first byte to its last, in a thread too, and
+# every object or array costs the garbage collector as well: 8 MiB of `[],` stop the server for
+# seconds. Prompts are texts and lists of ids, far below both limits.
+MAX_PARTS = 100_000  # arrays, objects and keys
+MAX_ITEMS = 2_000_000
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
     """Decode a body that must be one JSON object.
 
     Refuses what decoders commonly let pass: NaN and Infinity, numbers beyond a double, halves of
-    surrogate pairs, keys given twice.
+    surrogate pairs, keys given twice, more parts than a request can need.
 
     Raises:
         InvalidBody: saying what is wrong and, for syntax, where.
     """
     if not raw.strip():
         raise InvalidBody([("", "the body is empty; send a JSON object")])
+    _refuse_costly(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -41,6 +47,16 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         raise InvalidBody([("", f"the body has {len(body)} fields; {MAX_FIELDS} are the most")])
     _refuse_twice_given_keys(raw)
     return body
+
+
+def _refuse_costly(raw: bytes) -> None:
+    # Counted before anything is decoded, so what looks like a part inside a text counts as well.
+    for most, marks, what in (
+        (MAX_PARTS, (b"[", b"{", b'":'), "arrays, objects and keys"),
+        (MAX_ITEMS, (b",",), "items"),
+    ):
+        if len(raw) > most and (num := sum(map(raw.count, marks))) > most:
+            raise InvalidBody([("", f"the body has some {num} {what}; {most} are the most")])
 
 
 def _refuse_twice_given_keys(raw: bytes) -> None:
