@@ -47,6 +47,7 @@ async def fetch_snapshot(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 check=False,
+                start_new_session=True,  # a Ctrl-C is for us to heed, and then we end it
                 deliver_cancel=_kill,
             )
         )

@@ -119,6 +119,7 @@ async def _pip_download(requirement: str, scratch: Path, progress: Progress) -> 
                 stderr=subprocess.PIPE,
                 check=False,
                 env=environment,
+                start_new_session=True,  # a Ctrl-C is for us to heed, and then we end it
                 deliver_cancel=_kill,
             )
         )

@@ -92,6 +92,7 @@ async def _convert_in_child(source: Path, target: Path) -> None:
             capture_stdout=True,
             capture_stderr=True,
             check=False,
+            start_new_session=True,  # a Ctrl-C is for us to heed, and then we end it
             deliver_cancel=_kill,
         )
         if done.returncode != 0:
