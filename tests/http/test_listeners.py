@@ -235,3 +235,9 @@ def test_the_whole_http_layer_imports_no_model_library() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("fd", [99, 2**31, 2**40 - 1, 2**63 - 1])
+def test_a_descriptor_that_cannot_be_is_one_line(fd: int) -> None:
+    with pytest.raises(BindError, match="not an open socket"):
+        bind(HttpConfig(fd=fd))

