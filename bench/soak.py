@@ -41,6 +41,7 @@ METRICS = {
     "kv_cache_used": "trioserve_kv_cache_usage_ratio",
 }
 SETTLE_S = 30.0
+CALM_S = 3.0
 MIN_GROWTH_BYTES = 512 * 1024  # allocators move by that much and no request is to blame
 
 
@@ -69,14 +70,17 @@ async def counts_of(client: Client, pid: int) -> dict[str, float]:
 async def sample(
     client: Client, pid: int, num_requests: int, base: dict[str, float] | None
 ) -> Sample:
-    """Read everything once the counts are those of ``base``, or after SETTLE_S as they are."""
+    """Read everything once the counts are those of ``base``, or after SETTLE_S as they are.
+
+    Without a base, once they have been the same for CALM_S: connections may close that late.
+    """
     deadline = trio.current_time() + SETTLE_S
     counts = await counts_of(client, pid)
-    while trio.current_time() < deadline and (
-        counts["requests_open"] or (base is not None and counts != base)
-    ):
-        await trio.sleep(0.1)
-        counts = await counts_of(client, pid)
+    while counts != base and trio.current_time() < deadline:
+        await trio.sleep(0.1 if base is not None else CALM_S)
+        before, counts = counts, await counts_of(client, pid)
+        if base is None and counts == before:
+            break
     processes = tree_of(pid)
     worker = sum(map(own_bytes, processes[1:]))
     return Sample(num_requests, own_bytes(pid), worker, counts)
