@@ -7,6 +7,8 @@ The library side only gets loggers and never configures them; this module is use
 from __future__ import annotations
 
 import logging
+import os
+import select
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trioserve.config.schema import LogConfig
+
+PATIENCE_MS = 100.0  # for a reader that is only slow
 
 _RESERVED = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -59,6 +63,52 @@ def escape(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+class PatientHandler(logging.Handler):
+    """Writes lines to a descriptor, and loses lines rather than wait for whoever reads it.
+
+    A pipe that nobody empties, or a terminal that was stopped, would otherwise hold up the event
+    loop: no request answered, no signal heard. The first line after a gap says how many are lost.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._num_lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, unless there is no room for it."""
+        text = self.format(record)
+        if self._num_lost:
+            lost = logging.makeLogRecord(
+                {
+                    "name": record.name,
+                    "levelno": logging.WARNING,
+                    "levelname": "WARNING",
+                    "msg": "%d log lines are lost: stderr was not read",
+                    "args": (self._num_lost,),
+                }
+            )
+            text = f"{self.format(lost)}\n{text}"
+        try:
+            written = self._write(f"{text}\n".encode(errors="backslashreplace"))
+        except OSError:  # nobody is left to be told
+            written = True
+        self._num_lost = 0 if written else self._num_lost + 1
+
+    def _write(self, data: bytes) -> bool:
+        # A pipe with room has room for PIPE_BUF at least, so none of these writes can block.
+        wait_ms = 0 if self._num_lost else PATIENCE_MS
+        for start in range(0, len(data), select.PIPE_BUF):
+            piece = data[start : start + select.PIPE_BUF]
+            while piece:
+                if not self._poll.poll(wait_ms):
+                    return False
+                piece = piece[os.write(self._fd, piece) :]
+        return True
+
+
 class ConsoleHandler(logging.Handler):
     """Prints through a rich console, so that lines scroll above its live view."""
 
@@ -75,7 +125,11 @@ class ConsoleHandler(logging.Handler):
 
 def set_up_logging(config: LogConfig, console: Console | None) -> None:
     """Configure the root logger once, for a process that is ours."""
-    handler = logging.StreamHandler(sys.stderr) if console is None else ConsoleHandler(console)
+    handler: logging.Handler
+    if console is not None:
+        handler = ConsoleHandler(console)
+    else:
+        handler = PatientHandler(sys.stderr.fileno())
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
