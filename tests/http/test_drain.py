@@ -174,6 +174,43 @@ async def test_out_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch) -
         assert (await served.call("GET", "/version")).status == 200
 
 
+async def test_out_of_descriptors_the_longest_idle_connection_makes_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit of open files may lie far below ``max_connections``."""
+    import errno
+
+    from trioserve.http.listeners import Listener
+
+    accept = Listener.accept
+    num_open = 0
+
+    async def limited(self: Listener) -> trio.SocketStream:
+        nonlocal num_open
+        stream = await accept(self)
+        if num_open >= 2 and not idle_is_gone.is_set():
+            stream.socket.close()
+            raise OSError(errno.EMFILE, "Too many open files")
+        num_open += 1
+        return stream
+
+    idle_is_gone = trio.Event()
+    monkeypatch.setattr(Listener, "accept", limited)
+    async with serving(keep_alive_timeout_s=1000) as served:
+        first = await served.connect()
+        await first.send("GET", "/version")
+        assert (await first.answer()).status == 200
+        second = await served.connect()
+        await second.send("GET", "/version")
+        assert (await second.answer()).status == 200
+        for _ in range(2):
+            await served.connect()
+        assert await first.rest() == b""  # closed, though its time was not over
+        idle_is_gone.set()
+        assert (await served.call("GET", "/version")).status == 200
+    assert caplog.text.count("cannot accept connections") == 1
+
+
 async def test_tr_3_no_signal_handlers_are_installed() -> None:
     import signal
 

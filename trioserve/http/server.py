@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0  # for last words and idle connections once nothing is open any more
 ACCEPT_PAUSE_S = 0.1
+ACCEPT_TOLD_S = 10.0  # between two lines about it
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
@@ -133,13 +135,17 @@ class _Server:
             await self._changed.park()
 
     async def _accept(self, listener: ListenerLike, connections: trio.Nursery) -> None:
+        told_s = -math.inf
         while True:
             try:
                 stream = await listener.accept()
             except OSError as error:
                 if error.errno not in OUT_OF_RESOURCES:
                     raise
-                log.error("cannot accept connections: %s; trying on", error.strerror)
+                if trio.current_time() - told_s >= ACCEPT_TOLD_S:
+                    told_s = trio.current_time()
+                    log.error("cannot accept connections: %s; trying on", error.strerror)
+                self._close_longest_idle()
                 await trio.sleep(ACCEPT_PAUSE_S)
                 continue
             client = ClientStream(stream, self._http.send_timeout_s)
@@ -167,11 +173,18 @@ class _Server:
         """
         leaving: Connection | None = None
         while len(self._connections) >= self._http.max_connections:
-            if self._idle and leaving not in self._connections:
-                leaving = next(iter(self._idle))
-                del self._idle[leaving]
-                leaving.close_if_idle()
+            if leaving not in self._connections:
+                leaving = self._close_longest_idle()
             await self._changed.park()
+
+    def _close_longest_idle(self) -> Connection | None:
+        """Have the connection end that has been idle longest, and return it; None if all work."""
+        if not self._idle:
+            return None
+        connection = next(iter(self._idle))
+        del self._idle[connection]
+        connection.close_if_idle()
+        return connection
 
     def _note_idle(self, connection: Connection, idle: bool) -> None:
         self._idle.pop(connection, None)
