@@ -308,6 +308,10 @@ class Supervisor:
         if error is not None:
             # The tokenizer and the template belong to what was inspected, though read after it.
             stage = "inspect" if result is not None else self._engine.running_stage
+            if self._engine.phase is Phase.DRAINING:
+                # Told to stop already, and a Ctrl-C may have hit a child as it was started.
+                logger.warning("stage %s, given up: %s", stage, error)
+                return None
             raise StartupError(stage, str(error)) from error
         return result if self._engine.has_model else None
 
