@@ -1,6 +1,6 @@
 """Serve a model inside a trio program: two prompts at once, tokens as they come.
 
-$ python examples/embed.py [model.toml]
+$ .venv/bin/python examples/embed.py [model.toml]
 """
 
 import sys

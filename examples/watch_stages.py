@@ -1,6 +1,6 @@
 """Watch a model load, then ask it one thing, with a deadline on the whole.
 
-$ python examples/watch_stages.py [model.toml]
+$ .venv/bin/python examples/watch_stages.py [model.toml]
 """
 
 import sys

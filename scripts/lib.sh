@@ -78,11 +78,14 @@ make_venv() {
             "without the venv module, install it (Debian, Ubuntu: apt install python3-venv)"
     fi
     say "installing trioserve and what it needs into $VENV; torch makes this take minutes"
+    # compat: a path entry. The default, an import hook, comes behind the search in directories, and
+    # there a program beside the checkout finds the folder trioserve/ as a package without content.
     # The pinned setuptools builds trioserve, so that a build takes nothing unpinned from an index.
     PIP_USER=0 "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" \
         --constraint "$ROOT/constraints.txt" setuptools &&
         PIP_USER=0 "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" \
-            --constraint "$ROOT/constraints.txt" --no-build-isolation --editable "$target" ||
+            --constraint "$ROOT/constraints.txt" --no-build-isolation \
+            --config-settings editable_mode=compat --editable "$target" ||
         die "pip failed; its own words are above (index and proxy come from pip's settings)"
     printf '%s %s\n' "$(fingerprint)" "$extra" >"$STAMP"
 }

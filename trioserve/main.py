@@ -52,6 +52,9 @@ class Stopping:
         self.first_signal: int | None = None
         self.second_signal: int | None = None
         self.early: list[int] = []  # what came before the tree could take it
+        self.signals = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            self.signals.append(signal.SIGHUP)
 
     def note(self, number: int, frame: object) -> None:
         """A signal handler for before and after the tree: what comes early waits for it, what comes
@@ -68,8 +71,11 @@ def run(loaded: LoadedConfig) -> int:
     console = make_console(loaded)
     set_up_logging(loaded.config.log, console)
     stopping = Stopping()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stopping.signals:
         signal.signal(number, stopping.note)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        # What a slip of log rotation sends would end the server; it writes its stacks instead.
+        faulthandler.register(number, file=2, all_threads=True)
     try:
         with watching_loop() as watch:
             trio.run(serve, loaded, stopping, console, watch, instruments=[watch])
@@ -82,7 +88,7 @@ def run(loaded: LoadedConfig) -> int:
         exit_code = 70
     else:
         exit_code = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stopping.signals:
         # Python resets a handler of its own before it has ended, and then a signal would kill.
         signal.signal(number, signal.SIG_IGN)
     return exit_code if stopping.second_signal is None else 128 + stopping.second_signal
@@ -147,8 +153,8 @@ async def watch_signals(
     root: trio.CancelScope,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """First SIGTERM or SIGINT: drain. Second: cancel everything. Runs until cancelled."""
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    """First SIGTERM, SIGINT or SIGHUP: drain. Second: cancel everything. Runs until cancelled."""
+    with trio.open_signal_receiver(*stopping.signals) as signals:
         task_status.started()
         for number in stopping.early:
             heed(number, stopping, root)
@@ -161,7 +167,7 @@ def heed(number: int, stopping: Stopping, root: trio.CancelScope) -> None:
     name = signal.Signals(number).name
     if stopping.first_signal is None:
         stopping.first_signal = number
-        logger.info("%s: no new requests, finishing those that run", name)
+        logger.info("%s: no new requests, finishing those that run; again stops at once", name)
         stopping.event.set()
     elif stopping.second_signal is None:
         stopping.second_signal = number
@@ -179,8 +185,6 @@ async def drain_engine(engine: Engine, stopping: Stopping) -> None:
     """From the first signal on, the engine refuses new requests."""
     await stopping.event.wait()
     engine.begin_drain()
-    if open_requests := engine.status.num_requests:
-        logger.info("%d requests are still open", open_requests)
 
 
 def make_console(loaded: LoadedConfig) -> Console | None:

@@ -12,6 +12,7 @@ from trioserve.engine.api import EngineStatus, Phase, StageStatus
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.live import Live
 
     from trioserve.engine.engine import Engine
 
@@ -113,26 +114,27 @@ class LiveView:
     """The stage tree with bars, redrawn in place; drawn by whoever calls, never by a thread."""
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._open = False
+        self._console = console
+        self._live: Live | None = None
 
     def show(self, status: EngineStatus) -> None:
         """Draw while the engine loads."""
         if status.phase not in (Phase.LOADING, Phase.RESTARTING):
             self.close()
             return
-        if not self._open:
+        if self._live is None:
+            from rich.live import Live
+
+            # A new one each time: one that is started again rubs out the lines above it.
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-            self._open = True
         self._live.update(draw_stages(status.stages), refresh=True)
 
     def close(self) -> None:
         """Take the tree off the screen."""
-        if self._open:
+        if self._live is not None:
             self._live.stop()
-            self._open = False
+            self._live = None
 
 
 def draw_stages(stages: list[StageStatus]) -> RenderableType:
@@ -167,11 +169,16 @@ def summary(status: EngineStatus, addresses: list[str]) -> list[str]:
     info = status.info
     assert info is not None  # phase READY
     tokens = info.kv_cache_tokens
-    times = ", ".join(
-        f"{stage.name} {stage.seconds:.2f}"
+    again = status.incarnation > 1
+    stages = {
+        stage.name: stage.seconds
         for stage in status.stages
-        if stage.seconds is not None and stage.seconds >= 0.005
+        if stage.seconds is not None and not (again and stage.name in ONCE)
+    }
+    times = ", ".join(
+        f"{name} {seconds:.2f}" for name, seconds in stages.items() if seconds > 0.004
     )
+    ready_s = sum(stages.values()) if again else status.uptime_s
     return [
         f"{status.model_name}: {info.architecture}, {info.num_parameters / 1e6:.1f} M parameters, "
         f"{info.weights} weights {format_bytes(info.weight_bytes)}, {info.device} with "
@@ -180,7 +187,7 @@ def summary(status: EngineStatus, addresses: list[str]) -> list[str]:
         f"{tokens / info.max_model_len:.1f} requests at the full context of "
         f"{info.max_model_len} tokens",
         f"stages in s: {times}",
-        f"ready after {status.uptime_s:.2f} s on {', '.join(addresses)}",
+        f"ready {'again ' if again else ''}after {ready_s:.2f} s on {', '.join(addresses)}",
     ]
 
 

@@ -194,6 +194,16 @@ def test_sd_07_signals_after_the_end_is_decided_change_nothing(tmp_path: Path) -
         server.process.wait()
 
 
+def test_a_closed_terminal_drains_and_a_slip_of_log_rotation_does_nothing(tmp_path: Path) -> None:
+    with running(tmp_path, **simulated()) as server:
+        server.signal(signal.SIGUSR1)
+        server.wait_until(lambda: "Current thread" in server.log, "showing its stacks")
+        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+        server.signal(signal.SIGHUP)
+        assert server.wait() == 0
+        assert "SIGHUP" in server.log
+
+
 def test_sd_02_kill_9_of_the_worker_ends_requests_and_server(tmp_path: Path) -> None:
     with running(tmp_path, **SLOW) as server:
         with server.stream("/v1/completions", **LONG) as events:

@@ -94,7 +94,7 @@ def test_faults_are_told_all_at_once_and_end_with_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "trioserve: --set x: expected SECTION.KEY=VALUE",
+        "trioserve: --set x…: expected SECTION.KEY=VALUE",
         "trioserve: m.toml:3: key 'http.prot': unknown; did you mean 'port'?",
         "trioserve: --set a: key 'a': outside any section",
         "trioserve: m.toml:4: key 'http.port': expected an integer, got \"512\"; "
@@ -111,7 +111,8 @@ def test_faults_are_told_all_at_once_and_end_with_2(tmp_path: Path) -> None:
         (("none.toml",), "none.toml: no such file"),
         ((".",), ".: is a directory"),
         (("--port", "8", "--set", "http.port=9"), "key 'http.port' is given by --set too"),
-        (("--set", "=1"), "--set =1: expected SECTION.KEY=VALUE"),
+        (("--set", "=1"), "--set …: expected SECTION.KEY=VALUE"),
+        (("--set", "model.hf_token:secret"), "--set model.hf_token…: expected SECTION.KEY=VALUE"),
         (("--uds", "a", "--port", "1"), "--port: key 'http.port': has no effect with http.uds"),
     ],
 )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
@@ -19,6 +20,7 @@ from trioserve.ipc.fake import fake_endpoints
 from trioserve.ipc.framing import encode
 from trioserve.ipc.messages import PROTOCOL, Check, Checked, Fatal, Hello, Stage
 from trioserve.ipc.process import Worker, attach, open_worker
+from trioserve.ipc.spawn import spawn
 from trioserve.ipc.status_page import process_state
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -236,3 +238,22 @@ async def test_the_child_holds_no_descriptor_of_the_parent_and_gives_none_on(
 
 async def test_encode_of_hello_is_stable_so_that_other_versions_can_be_named() -> None:
     assert encode(Hello(1, "0.1.0", 7))[4:] == b"\x94\xa5hello\x01\xa50.1.0\x07"
+
+
+async def test_sd_07_a_child_is_deaf_to_ctrl_c_until_it_has_its_own_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between fork and setsid it is in the foreground group of the terminal."""
+    masks: list[set[signal.Signals]] = []
+
+    class Spy(subprocess.Popen[bytes]):
+        def _execute_child(self, *args: Any, **kwargs: Any) -> None:
+            masks.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+            raise OSError("far enough")
+
+    monkeypatch.setattr(subprocess, "Popen", Spy)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with pytest.raises(WorkerHandshakeError, match="far enough"):
+        spawn("nothing")
+    assert signal.SIGINT in masks[0]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

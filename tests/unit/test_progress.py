@@ -83,6 +83,32 @@ def test_the_live_view_draws_every_stage_and_leaves_nothing_behind() -> None:
     assert "\x1b[?25h" in screen.getvalue()  # the cursor is back
 
 
+def test_a_restart_does_not_rub_out_what_stands_above() -> None:
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    view = LiveView(console)
+    stages = [StageStatus(f"stage-{i}") for i in range(12)]
+    view.show(make_status(Phase.LOADING, *stages))
+    view.close()
+    console.print("the cause of the death")
+    after = len(screen.getvalue())
+    view.show(make_status(Phase.RESTARTING, *stages, incarnation=2))
+    drawn = screen.getvalue()[after:]
+    assert "stage-11" in drawn
+    assert "\x1b[1A" not in drawn.split("stage-0")[0]  # the first frame moves up nowhere
+    view.close()
+
+
+def test_summary_of_a_restart_counts_from_the_restart() -> None:
+    once, again = StageStatus("fetch", "done", seconds=9.0), StageStatus("weights", "done")
+    again.seconds = 1.5
+    text = "\n".join(summary(make_status(Phase.READY, once, again, incarnation=2), ["x"]))
+    assert "ready again after 1.50 s" in text
+    assert "fetch" not in text
+
+
 def test_summary_has_what_operators_ask_for() -> None:
     stage = StageStatus("weights", "done", seconds=1.234)
     text = "\n".join(summary(make_status(Phase.READY, stage), ["http://127.0.0.1:8000"]))

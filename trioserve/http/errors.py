@@ -9,7 +9,7 @@ import orjson
 from quart import Response
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from trioserve.errors import InvalidRequest, ModelNotFound, RequestError
+from trioserve.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, RequestError
 
 JSON = "application/json"
 
@@ -59,6 +59,9 @@ def error_object(error: RequestError) -> dict[str, Any]:
 def error_response(error: RequestError) -> Response:
     """The response for ``error``: its status, body and Retry-After."""
     response = Response(orjson.dumps(error_object(error)), status=error.status, content_type=JSON)
+    if isinstance(error, DeadlineExceeded):
+        # OpenAI's client repeats a 504 by itself, and a deadline would cost three times as much.
+        response.headers["x-should-retry"] = "false"
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response

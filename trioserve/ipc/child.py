@@ -183,6 +183,7 @@ def _set_signals() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # blocked by ``spawn``
 
 
 def _leads_session() -> bool:

@@ -34,6 +34,7 @@ _AFTER_EXIT_S = 0.1  # what was written before the exit is in the pipe
 _EXIT_AFTER_END_S = 1.0  # between the end of the event pipe and the exit behind it
 # What faulthandler says after the line that names the fault.
 _STACK_LINES = ("  File ", "Current thread ", "Thread 0x", "Extension modules: ", "Stack (most ")
+_QUIET_LINES = ("INFO ", "DEBUG ")
 
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -108,10 +109,10 @@ class Worker:
         return list(self._stderr.last)
 
     def last_words(self) -> str:
-        """What it said last on stderr, to follow a semicolon: a stack is passed over for the line
-        that names the fault."""
+        """What it said last on stderr, to follow a semicolon: stacks, and what it said while all
+        was well, are passed over for the line that names the fault."""
         for line in reversed(self.last_stderr()):
-            if line.strip() and not line.startswith(_STACK_LINES):
+            if line.strip() and not line.startswith((*_STACK_LINES, *_QUIET_LINES)):
                 return f"it last said: {line.strip()}"
         return "nothing on its stderr"
 

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import attrs
@@ -138,15 +138,16 @@ def spawn(module: str, *, env: Mapping[str, str] | None = None) -> Endpoints:
             status = StatusReader(page)
             ours.callback(status.close)
             fds = (command_read, event_write, lifeline_read, page)
-            popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, FDS_FLAG, ",".join(map(str, fds))],
-                stdin=subprocess.DEVNULL,
-                stdout=stderr_write,
-                stderr=stderr_write,
-                env=env,
-                pass_fds=fds,
-                start_new_session=True,
-            )
+            with _interrupts_blocked():
+                popen = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, FDS_FLAG, ",".join(map(str, fds))],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stderr_write,
+                    stderr=stderr_write,
+                    env=env,
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
             ours.callback(_put_down, popen)
             pidfd = _owned(os.pidfd_open(popen.pid), ours)
         except OSError as fault:
@@ -163,6 +164,17 @@ def spawn(module: str, *, env: Mapping[str, str] | None = None) -> Endpoints:
         )
         ours.pop_all()
         return endpoints
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Until it has a session of its own, a child is in the terminal's foreground group, and a
+    Ctrl-C would end it. It inherits the block and lifts it once it ignores the signal."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def adopt(
