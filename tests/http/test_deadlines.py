@@ -26,6 +26,7 @@ def assert_504(answer: Answer, text: str) -> None:
         None,
     )
     assert text in error["message"]
+    assert answer.headers["x-should-retry"] == "false"  # the official client would ask again
 
 
 @pytest.mark.parametrize("by", ["server", "field", "both"])
