@@ -187,7 +187,8 @@ def summary(status: EngineStatus, addresses: list[str]) -> list[str]:
         f"{tokens / info.max_model_len:.1f} requests at the full context of "
         f"{info.max_model_len} tokens",
         f"stages in s: {times}",
-        f"ready {'again ' if again else ''}after {ready_s:.2f} s on {', '.join(addresses)}",
+        f"ready after {ready_s:.2f} s on {', '.join(addresses)}"
+        + (f", incarnation {status.incarnation}" if again else ""),
     ]
 
 

@@ -105,7 +105,7 @@ def test_summary_of_a_restart_counts_from_the_restart() -> None:
     once, again = StageStatus("fetch", "done", seconds=9.0), StageStatus("weights", "done")
     again.seconds = 1.5
     text = "\n".join(summary(make_status(Phase.READY, once, again, incarnation=2), ["x"]))
-    assert "ready again after 1.50 s" in text
+    assert "ready after 1.50 s on x, incarnation 2" in text
     assert "fetch" not in text
 
 
