@@ -26,7 +26,6 @@ import trio
 from trioserve.engine.supervisor import first_error, open_engine
 from trioserve.errors import DrainCut, TrioserveError
 from trioserve.http.listeners import Listener, bind, describe
-from trioserve.http.server import serve_http
 from trioserve.logs import set_up_logging
 from trioserve.loop_watch import LoopMetrics, LoopWatch, watching_loop
 from trioserve.notify import notify_manager
@@ -119,6 +118,9 @@ async def serve_on(
     watch: LoopWatch,
 ) -> None:
     """The tree below the bound sockets. Cancellation and errors as ``serve``."""
+    # A third of a second of web framework: an address in use must not wait for it.
+    from trioserve.http.server import serve_http
+
     config = loaded.config
     addresses = [describe(listener) for listener in listeners]
     if settings := loaded.describe_non_defaults():
