@@ -33,10 +33,13 @@ from trioserve.progress import report_progress
 from trioserve.rates import log_rates
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from rich.console import Console
 
     from trioserve.config import LoadedConfig
     from trioserve.engine.engine import Engine
+    from trioserve.http.server import DrainReport
 
 logger = logging.getLogger("trioserve")
 
@@ -118,9 +121,6 @@ async def serve_on(
     watch: LoopWatch,
 ) -> None:
     """The tree below the bound sockets. Cancellation and errors as ``serve``."""
-    # A third of a second of web framework: an address in use must not wait for it.
-    from trioserve.http.server import serve_http
-
     config = loaded.config
     addresses = [describe(listener) for listener in listeners]
     if settings := loaded.describe_non_defaults():
@@ -134,6 +134,9 @@ async def serve_on(
             root.start_soon(drain_engine, engine, stopping)
             root.start_soon(log_rates, engine, config.log.stats_interval_s)
             root.start_soon(notify_manager, engine, os.environ)
+            # A third of a second of web framework: after the sockets are bound, and in a thread
+            # because the loop follows the worker's start meanwhile.
+            serve_http = await trio.to_thread.run_sync(import_serve_http)
             report = await serve_http(
                 engine,
                 listeners,
@@ -148,6 +151,13 @@ async def serve_on(
                 f"{report.num_cut} requests were cut at the drain deadline "
                 f"(engine.drain_timeout_s = {config.engine.drain_timeout_s:g})"
             )
+
+
+def import_serve_http() -> Callable[..., Awaitable[DrainReport]]:
+    """``serve_http``, with everything it is built on."""
+    from trioserve.http.server import serve_http
+
+    return serve_http
 
 
 async def watch_signals(
