@@ -12,6 +12,10 @@ from trioserve.errors import InvalidRequest
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+MAX_ID_LIST = 1024  # logit_bias, allowed_token_ids: entries; stop_token_ids over HTTP as well
+MAX_BAD_WORDS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SEED = 2**63 - 1
 
 
@@ -23,6 +27,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     a fresh seed. ``max_tokens is None`` means all the context that is left. Stop strings are
     decided in the parent, everything else in the worker; neither stop strings nor stop tokens
     end a sequence before ``min_tokens``.
+
+    The order in which the worker applies what changes logits is told in docs/sampling.md.
+    Presence and frequency penalties count the output, the repetition penalty prompt and output.
+    ``logit_bias`` maps token ids to what is added; ``allowed_token_ids`` of None allows all;
+    ``bad_words`` are texts of which none is ever completed. ``logprob_token_ids`` are tokens
+    whose log probability is wanted at each position beside the best. ``prompt_logprobs`` of k
+    asks for those of the prompt's tokens, with the k best at each position.
     """
 
     temperature: float = 1.0
@@ -37,6 +48,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the chosen token; k: the k best as well
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def validate(self, vocab_size: int) -> None:
         """Check every field against its range.

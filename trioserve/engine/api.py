@@ -50,13 +50,15 @@ class EngineStatus:
     uptime_s: float
     ready_after_s: float | None
     num_restarts: int = 0
+    paused: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """One token of the answer with its log probability and the best alternatives.
 
     ``token_bytes`` are the raw bytes the token stands for; joined over a stream they are the
-    bytes of its text.
+    bytes of its text. ``rank`` is 1 for the most likely token, 0 where it is not known. ``wanted``
+    are those asked for by ``logprob_token_ids``.
     """
 
     token: str
@@ -64,6 +66,8 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     token_bytes: bytes
     logprob: float
     top: list[TokenLogprob]
+    rank: int = 0
+    wanted: tuple[TokenLogprob, ...] = ()
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -79,6 +83,17 @@ class TextDelta(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: str | int | None = None
+    # One per prompt token, the first None; in the first delta, if asked for.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """When things happened to one request, in seconds of ``time.monotonic``; None: not yet."""
+
+    submitted_s: float
+    started_s: float | None  # a step first worked on it
+    first_token_s: float | None
+    last_token_s: float | None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -127,6 +142,20 @@ class RequestStream(Protocol):
     @property
     def usage(self) -> Usage: ...
 
+    @property
+    def timings(self) -> Timings: ...
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """Sampling defaults of a model; None leaves the field to the API's own default."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
 
 class EngineApi(Protocol):
     """The part of Engine that HTTP uses. ``Engine`` implements it."""
@@ -150,10 +179,38 @@ class EngineApi(Protocol):
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Apply the chat template and tokenize. Raises InvalidRequest with the template's own
-        message where it refuses, NotReady, ContextLengthExceeded."""
+        """Apply the chat template, or the one given, and tokenize.
+
+        ``continue_final_message`` leaves the last message open, for the answer to go on with it.
+
+        Raises InvalidRequest with the template's own message where it refuses, NotReady,
+        ContextLengthExceeded."""
+
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids; long lists in a thread. Raises InvalidRequest for ids outside
+        the vocabulary, NotReady."""
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, empty for ids without one. Raises NotReady."""
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's ``generation_config.json`` asks for where a request says nothing; all
+        None where there is none or `model.generation_config` turns it off."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False if some were in use. Raises NotReady."""
+
+    async def pause(self) -> None:
+        """Compute no step until ``resume``; requests are taken and wait. Raises NotReady."""
+
+    async def resume(self) -> None:
+        """Go on after ``pause``. Raises NotReady."""
 
     def submit(
         self,

@@ -58,6 +58,8 @@ class Work(_Message, frozen=True, tag="work"):
     seed: int  # always set: the request's own, or drawn by the parent
     priority: int = 0
     cache_salt: str = ""  # part of the prefix key
+    # sampling.bad_words as token ids: each is a sequence never to be completed in the output
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class Abort(_Message, frozen=True, tag="abort"):
@@ -65,6 +67,18 @@ class Abort(_Message, frozen=True, tag="abort"):
     finish_reason "abort", ids that are unknown or finished are passed over."""
 
     ids: list[int]
+
+
+class Control(_Message, frozen=True, tag="control"):
+    """Act on the scheduler between two steps. Answered by Controlled.
+
+    ``action``: "pause" (start no waiting sequence and compute no step until "resume"; what is
+    submitted waits), "resume", or "reset_prefix_cache" (forget all cached blocks that no sequence
+    uses; the answer's ``ok`` is false if some were in use and are kept).
+    """
+
+    token: int
+    action: str
 
 
 class Check(_Message, frozen=True, tag="check"):
@@ -136,6 +150,7 @@ class TokenLogprobs(_Message, frozen=True):
     logprob: float
     rank: int  # of the chosen token, 1 for the most likely
     top: list[tuple[int, float]]
+    wanted: tuple[tuple[int, float], ...] = ()  # of sampling.logprob_token_ids, in their order
 
 
 class Delta(_Message, frozen=True):
@@ -147,6 +162,8 @@ class Delta(_Message, frozen=True):
     stop_token_id: int | None = None  # set if one of sampling.stop_token_ids ended it
     logprobs: list[TokenLogprobs] | None = None  # one per token
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; first delta
+    # One per prompt token, the first None; once, with or before the first token.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class StepStats(_Message, frozen=True):
@@ -190,6 +207,14 @@ class Checked(_Message, frozen=True, tag="checked"):
     fault: str
 
 
+class Controlled(_Message, frozen=True, tag="controlled"):
+    """Answer to Control; ``detail`` says more where ``ok`` is false."""
+
+    token: int
+    ok: bool
+    detail: str = ""
+
+
 class Fatal(_Message, frozen=True, tag="fatal"):
     """The worker is about to exit non-zero. ``error`` is one line; the parent's last line."""
 
@@ -199,5 +224,5 @@ class Fatal(_Message, frozen=True, tag="fatal"):
     kind: str = "internal"  # "internal", or "user": the remedy is in ``error``, no traceback shown
 
 
-Command = Init | Work | Abort | Check | Exit
-Event = Hello | Stage | Ready | StepOutput | WorkFailed | Checked | Fatal
+Command = Init | Work | Abort | Control | Check | Exit
+Event = Hello | Stage | Ready | StepOutput | WorkFailed | Checked | Controlled | Fatal
