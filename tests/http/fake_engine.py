@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import trio
 
-from trioserve.engine.api import EngineStatus, Phase, StageStatus, TextDelta, Usage
+from trioserve.engine.api import (
+    EngineStatus,
+    GenerationDefaults,
+    Phase,
+    StageStatus,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from trioserve.errors import ContextLengthExceeded, InvalidRequest, NotReady, RequestError
 from trioserve.ipc.messages import ReadyInfo
 from trioserve.sampling_params import SamplingParams, check_token_ids
@@ -16,8 +27,26 @@ from trioserve.sampling_params import SamplingParams, check_token_ids
 VOCAB_SIZE = 256
 
 
+def named(token_id: int, logprob: float = -0.5, **more: Any) -> TokenLogprob:
+    """An entry for a token, which is a byte here."""
+    data = bytes([token_id])
+    return TokenLogprob(data.decode("latin-1"), token_id, data, logprob, **{"top": [], **more})
+
+
+def prompt_entries(token_ids: list[int], num_top: int) -> list[TokenLogprob | None]:
+    """What an engine says of a prompt: nothing of the first token, then each token's rank as its
+    position modulo 3, and the best ``num_top`` as the ids from 1 on."""
+    top = [named(1 + i, -0.1 * (i + 1), rank=i + 1) for i in range(num_top)]
+    rest = [named(id, -0.25 * i, top=top, rank=i % 3 + 1) for i, id in enumerate(token_ids)]
+    return [None, *rest[1:]]
+
+
 class FakeStream:
-    """One request; tests push deltas or an error into it."""
+    """One request; tests push deltas or an error into it.
+
+    The first delta gets ``prompt_logprobs`` where they were asked for. ``timings`` are real; a test
+    may set ``fixed_timings``.
+    """
 
     def __init__(
         self, id: int, prompt_token_ids: list[int], sampling: SamplingParams, **extra: Any
@@ -34,17 +63,43 @@ class FakeStream:
         self._error: RequestError | Exception | None = None
         self._wake = trio.Event()
         self._num_output = 0
+        self._submitted_s = time.monotonic()
+        self._token_times: list[float] = []  # of the first and the last
+        self._prompt_told = sampling.prompt_logprobs is None
+        self.fixed_timings: Timings | None = None
 
     def push(self, *deltas: TextDelta) -> None:
-        self.started = self.started or any(delta.token_ids for delta in deltas)
-        self._deltas.extend(deltas)
+        for delta in deltas:
+            if delta.token_ids:
+                self.started = True
+                self._token_times[1:] = [time.monotonic()]
+            if not self._prompt_told and delta.finish_reason != "abort":
+                self._prompt_told = True
+                assert self.sampling.prompt_logprobs is not None
+                entries = prompt_entries(self.prompt_token_ids, self.sampling.prompt_logprobs)
+                delta = msgspec.structs.replace(delta, prompt_logprobs=entries)
+            self._deltas.append(delta)
         self._wake.set()
 
+    @property
+    def timings(self) -> Timings:
+        if self.fixed_timings is not None:
+            return self.fixed_timings
+        first, last = (self._token_times * 2)[:2] or (None, None)
+        return Timings(self._submitted_s, first if self.started else None, first, last)
+
     def say(self, *words: str, finish: str | None = None) -> None:
-        """Push one delta per word, the last with the finish reason."""
+        """Push one delta per word, each of token 7, the last with the finish reason."""
         for index, word in enumerate(words):
             last = index == len(words) - 1
-            self.push(TextDelta(word, [7], finish_reason=finish if last else None))
+            self.push(TextDelta(word, [7], self._entries(word), finish if last else None))
+
+    def _entries(self, word: str) -> list[TokenLogprob] | None:
+        if self.sampling.logprobs is None:
+            return None
+        top = [named(1 + i, -0.1 * (i + 1), rank=i + 1) for i in range(self.sampling.logprobs)]
+        wanted = tuple(named(id, -9.0, rank=9) for id in self.sampling.logprob_token_ids)
+        return [TokenLogprob(word, 7, word.encode(), -0.5, top, 7, wanted)]
 
     def fail(self, error: Exception) -> None:
         self._error = error
@@ -111,6 +166,13 @@ class FakeEngine:
         self.encoding: trio.Event | None = None  # set while encode_prompt waits in ``may_encode``
         self.may_encode = trio.Event()
         self.template_kwargs: dict[str, Any] | None = None
+        self.rendering: dict[str, Any] = {}  # all arguments of the last render_chat
+        self.decoded: list[tuple[list[int], bool]] = []  # ids, skip_special_tokens
+        self.defaults = GenerationDefaults()
+        self.controls: list[str] = []  # calls of pause, resume, reset_prefix_cache
+        self.paused = False
+        self.cache_is_free = True  # what reset_prefix_cache answers
+        self._unscripted: list[FakeStream] = []  # submitted while paused
         self._ids = itertools.count()
         self._submitted = trio.Event()
 
@@ -139,6 +201,7 @@ class FakeEngine:
             num_requests=sum(not stream.closed.is_set() for stream in self.streams),
             uptime_s=1.0,
             ready_after_s=0.5 if ready else None,
+            paused=self.paused,
         )
 
     @property
@@ -169,13 +232,64 @@ class FakeEngine:
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         self.rendered.append(messages)
         self.template_kwargs = template_kwargs
+        self.rendering = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "add_special_tokens": add_special_tokens,
+            "chat_template": chat_template,
+            "template_kwargs": template_kwargs,
+        }
         if messages[0]["role"] == "tool":
             raise InvalidRequest("the template begins with a user's message", param="messages")
-        return await self.encode_prompt("".join(str(m.get("content") or "") for m in messages))
+        if chat_template == "broken":
+            raise InvalidRequest("chat template, line 1: broken", param="chat_template")
+        return await self.encode_prompt(
+            "".join(str(m.get("content") or "") for m in messages),
+            add_special_tokens=add_special_tokens,
+        )
+
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        await trio.lowlevel.checkpoint()
+        self._check_ready()
+        check_token_ids("tokens", token_ids, VOCAB_SIZE)
+        self.decoded.append((token_ids, skip_special_tokens))
+        return bytes(token_ids).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        self._check_ready()
+        return chr(token_id) if 0 <= token_id < VOCAB_SIZE else ""
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        return self.defaults
+
+    async def reset_prefix_cache(self) -> bool:
+        await self._control("reset_prefix_cache")
+        return self.cache_is_free
+
+    async def pause(self) -> None:
+        await self._control("pause")
+        self.paused = True
+
+    async def resume(self) -> None:
+        await self._control("resume")
+        self.paused = False
+        streams, self._unscripted = self._unscripted, []
+        for stream in streams:
+            self._run_script(stream)
+
+    async def _control(self, action: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self._check_ready()
+        self.controls.append(action)
 
     def submit(
         self,
@@ -201,6 +315,12 @@ class FakeEngine:
         )
         self.streams.append(stream)
         self._submitted.set()
-        if self.script is not None:
-            self.script(stream)
+        if self.paused:
+            self._unscripted.append(stream)
+        else:
+            self._run_script(stream)
         return stream
+
+    def _run_script(self, stream: FakeStream) -> None:
+        if self.script is not None and not stream.closed.is_set():
+            self.script(stream)
