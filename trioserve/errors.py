@@ -96,19 +96,20 @@ class RequestError(TrioserveError):
         status: the HTTP status this becomes.
         type: OpenAI's ``error.type``.
         param: the request field at fault, or None.
-        code: OpenAI's ``error.code``, or None.
+        code: OpenAI's ``error.code``: a word for programs; ``default_code`` unless given.
         retry_after_s: value of the Retry-After header, or None for no header.
     """
 
     status: ClassVar[int] = 400
     type: ClassVar[str] = "invalid_request_error"
+    default_code: ClassVar[str] = "invalid_request"
     retry_after_s: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or self.default_code
 
 
 class InvalidRequest(RequestError):
@@ -126,6 +127,7 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served here."""
 
     status: ClassVar[int] = 404
+    default_code: ClassVar[str] = "model_not_found"
 
 
 class QueueFull(RequestError):
@@ -133,6 +135,7 @@ class QueueFull(RequestError):
 
     status: ClassVar[int] = 429
     type: ClassVar[str] = "rate_limit_error"
+    default_code: ClassVar[str] = "queue_full"
     retry_after_s: ClassVar[int | None] = 1
 
 
@@ -141,6 +144,7 @@ class NotReady(RequestError):
 
     status: ClassVar[int] = 503
     type: ClassVar[str] = "service_unavailable_error"
+    default_code: ClassVar[str] = "not_ready"
     retry_after_s: ClassVar[int | None] = 1
 
 
@@ -159,6 +163,7 @@ class RequestFailed(RequestError):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "request_failed"
 
 
 class RequestCut(RequestFailed):
@@ -166,3 +171,4 @@ class RequestCut(RequestFailed):
 
     status: ClassVar[int] = 503
     type: ClassVar[str] = "service_unavailable_error"
+    default_code: ClassVar[str] = "shutting_down"

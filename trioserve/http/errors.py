@@ -6,18 +6,34 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 import orjson
-from quart import Response
+from quart import Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from trioserve.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, RequestError
 
 JSON = "application/json"
+MAX_SHOWN_METHOD, MAX_SHOWN_PATH = 20, 120  # characters of what a client chose
+
+HTTP_ERRORS: dict[int, tuple[str, str]] = {
+    400: ("invalid_http", "the request is not valid HTTP/1.1"),
+    404: ("route_not_found", "no such route"),
+    405: ("method_not_allowed", "this route does not take that method"),
+    408: ("body_timeout", "the request's body did not arrive in time"),
+    413: ("body_too_large", "the request's body is larger than http.max_body_bytes"),
+    414: ("target_too_long", "the request's target is too long"),
+    431: ("headers_too_large", "the request's headers are too large"),
+    500: ("internal_error", "internal error; the server's log says more under this request's id"),
+    501: ("not_implemented", "the request's transfer coding is not supported"),
+    505: ("version_not_supported", "only HTTP/1.1 is spoken here"),
+}
+"""Errors of the HTTP machinery: ``error.code`` and message by status."""
 
 
 class WrongMediaType(RequestError):
     """The body is not said to be JSON. Raised by the routes."""
 
     status: ClassVar[int] = 415
+    default_code: ClassVar[str] = "unsupported_media_type"
 
 
 class InvalidBody(InvalidRequest):
@@ -67,40 +83,40 @@ def error_response(error: RequestError) -> Response:
     return response
 
 
+def http_error_object(status: int, message: str = "") -> dict[str, Any]:
+    """The body for an error of the HTTP machinery; ``message`` in place of the usual one."""
+    code, usual = HTTP_ERRORS.get(status) or (f"http_{status}", HTTPStatus(status).phrase.lower())
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message or usual, "type": kind, "param": None, "code": code}}
+
+
 def http_error_response(error: HTTPException) -> Response:
     """The response for an error of the HTTP machinery: no such route, wrong method, and so on."""
     status = error.code or 500
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {
-        "error": {
-            "message": _HTTP_MESSAGES.get(status) or HTTPStatus(status).phrase.lower(),
-            "type": kind,
-            "param": None,
-            "code": None,
-        }
-    }
-    response = Response(orjson.dumps(body), status=status, content_type=JSON)
-    if isinstance(error, MethodNotAllowed) and error.valid_methods:
-        response.headers["Allow"] = ", ".join(sorted(error.valid_methods))
+    message, allow = "", ""
+    if status == 404:
+        message = f"no such route: {_asked()}"
+    elif isinstance(error, MethodNotAllowed):
+        allow = ", ".join(sorted(error.valid_methods or ()))
+        message = f"this route does not take that method: {_asked()}; it takes {allow}"
+    response = Response(
+        orjson.dumps(http_error_object(status, message)), status=status, content_type=JSON
+    )
+    if allow:
+        response.headers["Allow"] = allow
     return response
+
+
+def _asked() -> str:
+    """Method and path of the present request as printable ASCII of bounded length."""
+    method, path = ascii(request.method)[1:-1], ascii(request.path)[1:-1]
+    return f"{_cut(method, MAX_SHOWN_METHOD)} {_cut(path, MAX_SHOWN_PATH)}"
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else text[: size - 3] + "..."
 
 
 def internal_error_response() -> Response:
     """The response for a bug of ours. Says nothing of what went wrong; the log does."""
-    body = {
-        "error": {
-            "message": "internal error; the server's log says more under this request's id",
-            "type": "server_error",
-            "param": None,
-            "code": "internal_error",
-        }
-    }
-    return Response(orjson.dumps(body), status=500, content_type=JSON)
-
-
-_HTTP_MESSAGES = {
-    404: "no such route",
-    405: "this route does not take that method",
-    408: "the request's body did not arrive in time",
-    413: "the request's body is larger than http.max_body_bytes",
-}
+    return Response(orjson.dumps(http_error_object(500)), status=500, content_type=JSON)
