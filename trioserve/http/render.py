@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import codecs
 import math
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
-from trioserve.engine.api import RequestStream, TextDelta, TokenLogprob, Usage
+from trioserve.engine.api import TextDelta, TokenLogprob, Usage
+from trioserve.errors import RequestError
+from trioserve.http.errors import error_object
+from trioserve.http.generation import ChoiceSoFar
+from trioserve.http.sse import encode_event
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-
-
-@attrs.define
-class ChoiceSoFar:
-    """One choice of a whole answer while it is collected."""
-
-    text: list[str] = attrs.field(factory=list)
-    logprobs: list[TokenLogprob] = attrs.field(factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, delta: TextDelta) -> None:
-        """Take in a delta."""
-        self.text.append(delta.text)
-        if delta.logprobs:
-            self.logprobs.extend(delta.logprobs)
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
-
-
-def total_usage(streams: list[RequestStream], per_prompt: int) -> Usage:
-    """Usage of a request: each prompt counted once, its ``per_prompt`` answers summed."""
-    prompt = cached = 0
-    for stream in streams[::per_prompt]:
-        prompt += stream.usage.prompt_tokens
-        cached += stream.usage.cached_tokens
-    return Usage(prompt, sum(stream.usage.completion_tokens for stream in streams), cached)
+DONE = b"data: [DONE]\n\n"
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -61,34 +40,68 @@ class Head:
     want_logprobs: bool
 
 
-class ChatRenderer:
+class _Renderer:
+    """What both routes have in common."""
+
+    kind: str  # of chunks
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def closing(self, usage: Callable[[], Usage]) -> bytes:
+        """The usage in a chunk without choices, if it was asked for, and the mark of success."""
+        if not self._head.with_usage:
+            return DONE
+        return encode_event(self._base(self.kind, []) | {"usage": usage_object(usage())}) + DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        """An event with the error; no mark follows it."""
+        return encode_event(error_object(error))
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = self._base(self.kind, [choice])
+        if self._head.with_usage:
+            chunk["usage"] = None
+        return encode_event(chunk)
+
+    def _base(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+
+class ChatRenderer(_Renderer):
     """``chat.completion`` and its chunks."""
 
+    kind = "chat.completion.chunk"
+
     def __init__(self, head: Head, num_choices: int) -> None:
-        self._head = head
+        super().__init__(head)
         self._num_choices = num_choices
 
-    def opening(self) -> list[object]:
+    def opening(self) -> bytes:
         """One chunk per choice with the role alone."""
-        return [
-            self._chunk([_chat_choice(index, {"role": "assistant", "content": ""}, None)])
-            for index in range(self._num_choices)
-        ]
+        role = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._chunk(_chat_choice(index, role, None)) for index in range(self._num_choices)
+        )
 
-    def chunk(self, choice: int, delta: TextDelta) -> object | None:
-        """The chunk for a delta, or None if it shows nothing."""
+    def delta(self, choice: int, delta: TextDelta) -> bytes:
+        """The chunk for a delta; none if it shows nothing."""
         if not delta.text and not delta.logprobs and delta.finish_reason is None:
-            return None
+            return b""
         content = {"content": delta.text} if delta.text else {}
         rendered = _chat_choice(choice, content, self._logprobs(delta.logprobs or []))
         rendered["finish_reason"] = delta.finish_reason
         if delta.finish_reason is not None:
             rendered["stop_reason"] = delta.stop_reason
-        return self._chunk([rendered])
-
-    def usage_chunk(self, usage: Usage) -> object:
-        """The last chunk: usage, and no choices."""
-        return self._chunk([]) | {"usage": usage_object(usage)}
+        return self._chunk(rendered)
 
     def whole(self, choices: list[ChoiceSoFar], usage: Usage) -> dict[str, Any]:
         """The answer in one piece."""
@@ -107,23 +120,6 @@ class ChatRenderer:
             for index, choice in enumerate(choices)
         ]
         return self._base("chat.completion", rendered) | {"usage": usage_object(usage)}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._base("chat.completion.chunk", choices)
-        if self._head.with_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _base(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = self._head
-        return {
-            "id": head.id,
-            "object": kind,
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": None,
-            "choices": choices,
-        }
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not self._head.want_logprobs:
@@ -147,7 +143,7 @@ def _chat_token(token: TokenLogprob) -> dict[str, Any]:
     }
 
 
-class CompletionRenderer:
+class CompletionRenderer(_Renderer):
     """``text_completion``, whole and in chunks.
 
     Args:
@@ -155,31 +151,29 @@ class CompletionRenderer:
         echoes: for each choice the text shown before the answer, empty for none.
     """
 
+    kind = "text_completion"
+
     def __init__(self, head: Head, echoes: list[str]) -> None:
-        self._head = head
+        super().__init__(head)
         self._echoes = echoes
         self._offsets = [_Offsets(len(echo)) for echo in echoes]
 
-    def opening(self) -> list[object]:
+    def opening(self) -> bytes:
         """The echoed prompts, if any."""
-        return [
-            self._chunk([_text_choice(index, echo, None, None, None)])
+        return b"".join(
+            self._chunk(_text_choice(index, echo, None, None, None))
             for index, echo in enumerate(self._echoes)
             if echo
-        ]
-
-    def chunk(self, choice: int, delta: TextDelta) -> object | None:
-        """The chunk for a delta, or None if it shows nothing."""
-        if not delta.text and not delta.logprobs and delta.finish_reason is None:
-            return None
-        logprobs = self._logprobs(choice, delta.logprobs or [])
-        return self._chunk(
-            [_text_choice(choice, delta.text, logprobs, delta.finish_reason, delta.stop_reason)]
         )
 
-    def usage_chunk(self, usage: Usage) -> object:
-        """The last chunk: usage, and no choices."""
-        return self._chunk([]) | {"usage": usage_object(usage)}
+    def delta(self, choice: int, delta: TextDelta) -> bytes:
+        """The chunk for a delta; none if it shows nothing."""
+        if not delta.text and not delta.logprobs and delta.finish_reason is None:
+            return b""
+        logprobs = self._logprobs(choice, delta.logprobs or [])
+        return self._chunk(
+            _text_choice(choice, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
+        )
 
     def whole(self, choices: list[ChoiceSoFar], usage: Usage) -> dict[str, Any]:
         """The answer in one piece."""
@@ -193,24 +187,7 @@ class CompletionRenderer:
             )
             for index, choice in enumerate(choices)
         ]
-        return self._base(rendered) | {"usage": usage_object(usage)}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._base(choices)
-        if self._head.with_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = self._head
-        return {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": None,
-            "choices": choices,
-        }
+        return self._base(self.kind, rendered) | {"usage": usage_object(usage)}
 
     def _logprobs(self, choice: int, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not self._head.want_logprobs:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
+import msgspec
 
 from trioserve.http.fields import Fields, decode_object, kind_of, shown
 from trioserve.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SamplingParams
@@ -59,7 +60,7 @@ class GenerationRequest:
         if seed is None or choice == 0:
             return self.sampling
         shifted = (seed + choice + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
-        return replace_sampling(self.sampling, seed=shifted)
+        return msgspec.structs.replace(self.sampling, seed=shifted)
 
 
 @attrs.frozen(kw_only=True)
@@ -80,12 +81,6 @@ class ChatRequest(GenerationRequest):
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     template_kwargs: dict[str, Any] | None
-
-
-def replace_sampling(sampling: SamplingParams, **changes: Any) -> SamplingParams:
-    """A copy with some fields replaced."""
-    values = {name: getattr(sampling, name) for name in SamplingParams.__struct_fields__}
-    return SamplingParams(**(values | changes))
 
 
 def parse_completion(raw: bytes) -> CompletionRequest:

@@ -12,7 +12,6 @@ from quart import Response
 
 from trioserve.engine.api import TextDelta, Usage
 from trioserve.errors import RequestError, RequestFailed
-from trioserve.http.errors import error_object
 from trioserve.http.exchange import Exchange
 from trioserve.http.open_requests import Answers, OpenRequest
 from trioserve.http.watch import Watch
@@ -25,7 +24,6 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 COMMENT = b": still here\n\n"
-DONE = b"data: [DONE]\n\n"
 PROBES_S = (0.05, 0.2, 0.5)  # pauses between the first writes after a client ended its sending
 
 
@@ -38,21 +36,24 @@ class StreamResponse(Response):
 
 
 def encode_event(data: object) -> bytes:
-    """One event with ``data`` as JSON."""
+    """One event without a name, with ``data`` as JSON."""
     return b"data: %b\n\n" % orjson.dumps(data)
 
 
 class Renderer(Protocol):
-    """Turns deltas into the JSON of one route."""
+    """Turns deltas into the events of one API: bytes ready to be sent, none if there are none."""
 
-    def opening(self) -> list[object]:
-        """Chunks sent before any delta."""
+    def opening(self) -> bytes:
+        """Sent once, before any delta."""
 
-    def chunk(self, choice: int, delta: TextDelta) -> object | None:
-        """The chunk for a delta, or None if there is nothing to say."""
+    def delta(self, choice: int, delta: TextDelta) -> bytes:
+        """What a delta has to show."""
 
-    def usage_chunk(self, usage: Usage) -> object:
-        """The chunk with the usage, sent last."""
+    def closing(self, usage: Callable[[], Usage]) -> bytes:
+        """Sent once all choices are finished. ``usage`` is that of the whole request."""
+
+    def failure(self, error: RequestError) -> bytes:
+        """Sent in place of the rest when the answer fails; nothing follows it."""
 
 
 class EventStream:
@@ -62,7 +63,7 @@ class EventStream:
 
     Args:
         first: the first event if it came before the response began.
-        usage: called once all choices are finished, if the client asked for usage.
+        usage: gives the usage of the whole request.
         watch: told of each delta and of a failure.
     """
 
@@ -75,7 +76,7 @@ class EventStream:
         *,
         heartbeat_s: float,
         first: tuple[int, TextDelta] | None,
-        usage: Callable[[], Usage] | None,
+        usage: Callable[[], Usage],
         watch: Watch,
     ) -> None:
         self._answers = answers
@@ -98,7 +99,7 @@ class EventStream:
         would cost as much as all else here: its deadline is that of the next heartbeat as known
         when it was entered, and when that comes too early the scope is entered again.
         """
-        opening = b"".join(map(encode_event, self._renderer.opening()))
+        opening = self._renderer.opening()
         first, self._first = self._first, None
         # A first delta may have nothing to show yet: then a comment carries the headers out.
         shown = self._render(first) if first is not None else b""
@@ -148,21 +149,17 @@ class EventStream:
     def _render(self, event: tuple[int, TextDelta]) -> bytes:
         choice, delta = event
         self._watch.delta(delta)
-        chunk = self._renderer.chunk(choice, delta)
-        data = b""
-        if chunk is not None:
-            data = encode_event(chunk)
+        data = self._renderer.delta(choice, delta)
+        if data:
             self._said_s = self._watch.last_s
         if delta.finish_reason is not None:
             self._num_running -= 1
         if self._num_running:
             return data
         self._ended = True
-        if self._usage is not None:
-            data += encode_event(self._renderer.usage_chunk(self._usage()))
-        return data + DONE
+        return data + self._renderer.closing(self._usage)
 
     def _fail(self, error: RequestError) -> bytes:
         self._ended = True
         self._watch.failed(error)
-        return encode_event(error_object(error))
+        return self._renderer.failure(error)

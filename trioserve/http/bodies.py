@@ -1,0 +1,50 @@
+"""Request bodies: read, held to their media type, decoded where they do not make others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import trio
+from quart import request
+
+from trioserve.http.errors import JSON, WrongMediaType
+
+LARGE_BODY_BYTES = 256 * 1024  # parsed in a thread from here on
+MAX_LOGGED = 200  # characters of client-chosen names in a log line or header
+
+B = TypeVar("B")
+
+
+async def read_body(parse: Callable[[bytes], B], threads: trio.CapacityLimiter) -> B:
+    """Read the present request's body and parse it, a large one in a thread.
+
+    Cancellation abandons the thread, whose result is dropped.
+
+    Raises:
+        WrongMediaType: the body is not said to be JSON in UTF-8.
+        RequestError: whatever ``parse`` raises.
+    """
+    _check_media_type()
+    raw = await request.get_data(False)
+    assert isinstance(raw, bytes)
+    if len(raw) < LARGE_BODY_BYTES:
+        return parse(raw)
+    return await trio.to_thread.run_sync(parse, raw, abandon_on_cancel=True, limiter=threads)
+
+
+def _check_media_type() -> None:
+    kind = request.mimetype
+    if kind and kind != JSON and not kind.endswith("+json"):
+        raise WrongMediaType(f"the body must be application/json, not {kind[:100]}")
+    charset = request.mimetype_params.get("charset", "utf-8").lower()
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        raise WrongMediaType(f"the body must be UTF-8, not {charset[:100]}")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise WrongMediaType("compressed bodies are not supported; send it as it is")
+
+
+def printable_names(names: tuple[str, ...]) -> str:
+    """Names chosen by a client as printable ASCII of bounded length."""
+    text = ", ".join(ascii(name)[1:-1] for name in names)
+    return text if len(text) <= MAX_LOGGED else text[: MAX_LOGGED - 3] + "..."

@@ -1,0 +1,303 @@
+"""Answering a request with generated text: all that does not depend on the API it came by.
+
+A route opens a call, reads its body, makes token ids of its prompts, submits them, and then either
+collects the whole answer or streams it through a renderer of its API.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import attrs
+import msgspec
+from quart import Response
+
+from trioserve.engine.api import EngineApi, Phase, RequestStream, TextDelta, TokenLogprob, Usage
+from trioserve.errors import ContextLengthExceeded, InvalidRequest, NotReady
+from trioserve.http.asgi import AppContext, RequestState
+from trioserve.http.bodies import printable_names, read_body
+from trioserve.http.errors import JSON, unknown_model
+from trioserve.http.open_requests import Answers, Limits, OpenRequest, refuse_abort
+from trioserve.http.routes import request_state
+from trioserve.http.sse import HEADERS, EventStream, Renderer, StreamResponse
+from trioserve.http.watch import Watch
+from trioserve.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class Body(Protocol):
+    """What every parsed body has.
+
+    ``model`` is empty for the served one; times are infinite where they were not given;
+    ``ignored`` are names of unknown fields.
+    """
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def queue_timeout_s(self) -> float: ...
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
+
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+
+@attrs.frozen(kw_only=True)
+class Order:
+    """What is asked of the engine.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        samplings: one for each answer to a prompt; all prompts get the same.
+        prompt_field: the field to name if a prompt is too long, or there are too many.
+    """
+
+    prompts: list[list[int]]
+    samplings: list[SamplingParams]
+    priority: int = 0
+    cache_salt: str = ""
+    prompt_field: str = "prompt"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+
+@attrs.define
+class ChoiceSoFar:
+    """One choice of a whole answer while it is collected."""
+
+    text: list[str] = attrs.field(factory=list)
+    logprobs: list[TokenLogprob] = attrs.field(factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Take in a delta."""
+        self.text.append(delta.text)
+        if delta.logprobs:
+            self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+class GenerationService:
+    """Opens the calls of one app."""
+
+    def __init__(self, context: AppContext) -> None:
+        self.context = context
+        http = context.config.http
+        self.limits = Limits(http.request_timeout_s or math.inf, http.queue_timeout_s or math.inf)
+
+    def open(self) -> GenerationCall:
+        """Count the present request as open until its ASGI call ends.
+
+        Raises:
+            NotReady: the model is not ready, or the server shuts down.
+        """
+        context = self.context
+        if context.stopping.is_set():
+            raise NotReady("the server is shutting down; send the request to another")
+        status = context.engine.status
+        if status.phase is not Phase.READY:
+            raise NotReady(f"the model is not ready ({status.phase.value}); see /startup")
+        state = request_state()
+        opened = state.lifetime.enter_context(context.open_requests.opened())
+        return GenerationCall(self, state, opened)
+
+
+class GenerationCall:
+    """One request, from its head to its answer. Used by the task of its handler alone.
+
+    Its methods are called in this order: ``read``, ``run`` at will, ``submit``, then ``collect``
+    and ``respond``, or ``stream``.
+
+    Attributes:
+        id: the request's id.
+        streams: what was submitted, prompt by prompt.
+    """
+
+    def __init__(
+        self, service: GenerationService, state: RequestState, opened: OpenRequest
+    ) -> None:
+        self._service = service
+        self._context = service.context
+        self._state = state
+        self._opened = opened
+        self._ignored: tuple[str, ...] = ()
+        self._num_samplings = 1
+        self._watch: Watch | None = None
+        self.id = state.id
+        self.streams = opened.streams
+
+    @property
+    def engine(self) -> EngineApi:
+        """What answers."""
+        return self._context.engine
+
+    async def read(self, parse: Callable[[bytes], B]) -> B:
+        """Read and check the body, and settle what happens if the client leaves.
+
+        Raises:
+            RequestError: the body is refused, its model is not served, or what ended the request.
+        """
+        body = await self.run(functools.partial(read_body, parse, self._context.parsing))
+        self._state.exchange.declare(streams=body.stream)
+        limits = self._service.limits.at_most(Limits(body.timeout_s, body.queue_timeout_s))
+        if limits.any:
+            assert self._state.nursery is not None
+            self._state.nursery.start_soon(self._opened.keep, limits)
+        if body.model and body.model not in self.engine.served_names:
+            raise unknown_model(body.model, self.engine.served_names)
+        self._ignored = body.ignored
+        if self._ignored:
+            names = printable_names(self._ignored)
+            log.info("request %s: unknown fields ignored: %s", self.id, names)
+        return body
+
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await ``work()``; a deadline, a drain and a client that leaves cancel it.
+
+        Raises:
+            RequestError: what ended the request.
+        """
+        return await self._opened.run(work)
+
+    def submit(self, order: Order) -> None:
+        """Submit each prompt once per sampling; what was submitted ends with the request.
+
+        Raises:
+            RequestError: the engine refused one, or the request was ended.
+        """
+        self._opened.check()
+        self._check_num_answers(order)
+        self._num_samplings = len(order.samplings)
+        for prompt in order.prompts:
+            room = self._room(prompt, order)
+            for sampling in order.samplings:
+                stream = self.engine.submit(
+                    prompt,
+                    _fitting(sampling, room),
+                    priority=order.priority,
+                    cache_salt=order.cache_salt,
+                )
+                self._state.lifetime.callback(stream.close)
+                self.streams.append(stream)
+        self._watch = Watch(self._context.metrics, len(self.streams), order.num_prompt_tokens)
+        self._state.lifetime.callback(self._watch.end)
+
+    def _check_num_answers(self, order: Order) -> None:
+        # Refused by the queue it would be tried again for ever.
+        scheduler = self._context.config.scheduler
+        most = scheduler.max_num_seqs + scheduler.max_waiting
+        num_prompts, num_choices = len(order.prompts), len(order.samplings)
+        if num_prompts * num_choices > most:
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n = {num_choices} are more than the {most}"
+                " answers this server takes at once; split the request",
+                param="n" if num_prompts == 1 else order.prompt_field,
+            )
+
+    def _room(self, prompt: list[int], order: Order) -> int:
+        context_length = self.engine.max_model_len
+        room = context_length - len(prompt)
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens and the context {context_length}, which"
+                " leaves no room for an answer; shorten it",
+                param=order.prompt_field,
+            )
+        return room
+
+    def usage(self) -> Usage:
+        """What was delivered so far: each prompt counted once, all answers summed."""
+        prompt = cached = 0
+        for stream in self.streams[:: self._num_samplings]:
+            prompt += stream.usage.prompt_tokens
+            cached += stream.usage.cached_tokens
+        completion = sum(stream.usage.completion_tokens for stream in self.streams)
+        return Usage(prompt, completion, cached)
+
+    async def collect(self) -> list[ChoiceSoFar]:
+        """The whole answers, in the order of ``streams``.
+
+        Raises:
+            RequestError: an answer failed, or what ended the request.
+        """
+        assert self._watch is not None
+        with self._watch.failures():
+            return await self.run(functools.partial(_collect_all, self.streams, self._watch))
+
+    def respond(self, body: bytes) -> Response:
+        """The response with a whole answer: ``body`` is JSON."""
+        return self._finished(Response(body, content_type=JSON))
+
+    async def stream(self, renderer: Renderer) -> Response:
+        """The response whose events ``renderer`` makes.
+
+        Waits for the first delta, so that an early failure has a status of its own. Silence for a
+        heartbeat, or a client that ended its sending, begin the response without one: then only
+        writing tells whether the client is still there.
+
+        Raises:
+            RequestError: an answer failed before its first delta, or what ended the request.
+        """
+        state, opened, watch = self._state, self._opened, self._watch
+        assert state.nursery is not None
+        assert watch is not None
+        answers = Answers(self.streams, state.nursery)
+        state.exchange.on_half_close = opened.wake
+        if state.exchange.half_closed:
+            opened.wake()
+        heartbeat_s = self._context.config.http.heartbeat_s
+        with watch.failures():
+            first = await opened.first_event(answers, heartbeat_s)
+        events = EventStream(
+            answers,
+            renderer,
+            opened,
+            state.exchange,
+            heartbeat_s=heartbeat_s,
+            first=first,
+            usage=self.usage,
+            watch=watch,
+        )
+        return self._finished(StreamResponse(events, headers=HEADERS))
+
+    def _finished(self, response: Response) -> Response:
+        if self._ignored:
+            response.headers["X-Trioserve-Ignored-Fields"] = printable_names(self._ignored)
+        return response
+
+
+def _fitting(sampling: SamplingParams, room: int) -> SamplingParams:
+    if sampling.max_tokens is None or sampling.max_tokens <= room:
+        return sampling
+    return msgspec.structs.replace(
+        sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room)
+    )
+
+
+async def _collect_all(streams: list[RequestStream], watch: Watch) -> list[ChoiceSoFar]:
+    """Read all streams to their ends; one after the other, for none waits for its reader."""
+    choices = []
+    for stream in streams:
+        choice = ChoiceSoFar()
+        async for delta in stream:
+            refuse_abort(delta)
+            watch.delta(delta)
+            choice.add(delta)
+        choices.append(choice)
+    return choices
