@@ -93,7 +93,10 @@ class LineView:
             self._said_s = now - EVERY_S + TICK_S  # its first line once it has lasted a tick
         elif now - self._said_s >= EVERY_S:
             self._said_s = now
-            self._log(stage, "…" if stage.fraction is None else f"{stage.fraction:.0%}")
+            if stage.fraction is not None:
+                self._log(stage, f"{stage.fraction:.0%}")
+            else:
+                self._log(stage, "…" if stage.seconds is None else f"{stage.seconds:.0f} s so far")
 
     @staticmethod
     def _log(stage: StageStatus, state: str) -> None:
@@ -138,20 +141,24 @@ class LiveView:
 
 
 def draw_stages(stages: list[StageStatus]) -> RenderableType:
-    """The stages as a table, with a bar where it is known how far one is."""
+    """The stages as a table, a row of one line each: a bar where it is known how far one is, else
+    for how long it has run. Details are cut where the terminal ends."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     marks = {"pending": "·", "running": "▸", "done": "✓", "failed": "✗"}
     styles = {"pending": "dim", "running": "bold cyan", "done": "green", "failed": "bold red"}
-    table = Table.grid(padding=(0, 1))
+    table = Table.grid(padding=(0, 1), expand=True)
+    for _ in range(5):
+        table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for stage in stages:
         style = styles.get(stage.state, "")
         bar: RenderableType = ""
         if stage.state == "running" and stage.fraction is not None:
             bar = ProgressBar(total=1.0, completed=stage.fraction, width=24)
-        seconds = f"{stage.seconds:6.2f} s" if stage.seconds is not None else ""
+        seconds = "" if stage.seconds is None else f"{stage.seconds:6.2f} s"
         size = format_bytes(stage.num_bytes) if stage.num_bytes else ""
         table.add_row(
             Text(marks.get(stage.state, "?"), style),

@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from trioserve.engine.api import EngineStatus, Phase, StageStatus
-from trioserve.ipc.messages import ReadyInfo, StepStats
+from trioserve.engine.startup import StageTree
+from trioserve.ipc.messages import ReadyInfo, Stage, StepStats
 from trioserve.logs import JsonFormatter, TextFormatter
-from trioserve.progress import LineView, LiveView, format_bytes, summary
+from trioserve.progress import LineView, LiveView, draw_stages, format_bytes, summary
 from trioserve.rates import describe_rates
 
 
@@ -81,6 +82,61 @@ def test_the_live_view_draws_every_stage_and_leaves_nothing_behind() -> None:
     view.show(make_status(Phase.READY))
     view.close()
     assert "\x1b[?25h" in screen.getvalue()  # the cursor is back
+
+
+def test_a_running_stage_without_a_fraction_says_for_how_long_it_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 100.0
+    tree = StageTree(clock=lambda: now)
+    tree.apply(Stage("profile", "start"))
+    now = 103.5
+    running = next(stage for stage in tree.snapshot() if stage.name == "profile")
+    assert (running.state, running.seconds) == ("running", 3.5)
+    assert "3.50 s" in drawn_lines(80, running)[0]
+    caplog.set_level(logging.INFO)
+    view = LineView(lambda: now)
+    for now in (103.5, 104.5):
+        view.show(make_status(Phase.LOADING, *tree.snapshot()))
+    assert messages(caplog) == ["profile: 4 s so far"]
+    tree.fail()
+    now = 200.0
+    [failed] = [stage for stage in tree.snapshot() if stage.name == "profile"]
+    assert (failed.state, failed.seconds) == ("failed", 4.5)
+
+
+def test_an_ended_stage_has_the_workers_own_time() -> None:
+    tree = StageTree()
+    tree.apply(Stage("profile", "start"))
+    tree.apply(Stage("profile", "end", seconds=0.25))
+    [ended] = [stage for stage in tree.snapshot() if stage.name == "profile"]
+    assert (ended.state, ended.seconds) == ("done", 0.25)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_stage_is_one_line_however_long_its_detail(width: int) -> None:
+    stages = [
+        StageStatus("resolve", "done", None, "a/path/of/many/parts/" * 9, None, 0.01),
+        StageStatus("fetch", "running", 0.5, "one two three four " * 9, 93_000_000, 12.0),
+        StageStatus("distributed", "failed", None, "x" * 300, 93_000_000, 12.0),
+        StageStatus("ready"),
+    ]
+    lines = drawn_lines(width, *stages)
+    assert len(lines) == len(stages)
+    assert max(map(len, lines)) <= width
+    for stage, line in zip(stages, lines, strict=True):
+        assert stage.name in line
+        assert not stage.detail or stage.detail[:2] in line
+    assert "12.00 s" in lines[1]
+    assert "93.0 MB" in lines[1]
+
+
+def drawn_lines(width: int, *stages: StageStatus) -> list[str]:
+    from rich.console import Console
+
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(draw_stages(list(stages)))
+    return screen.getvalue().splitlines()
 
 
 def test_a_restart_does_not_rub_out_what_stands_above() -> None:

@@ -32,7 +32,7 @@ class StageStatus:
     fraction: float | None = None
     detail: str = ""
     num_bytes: int | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # that it took, or has taken so far
 
 
 @attrs.define

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import attrs
 
 from trioserve.engine.api import StageStatus
@@ -14,9 +17,17 @@ class StageTree:
     Args:
         keep: stages whose outcome is taken over from ``of``: those the parent runs once for all
             incarnations.
+        clock: seconds, monotonic; for how long a stage has run that has not ended.
     """
 
-    def __init__(self, keep: tuple[str, ...] = (), of: StageTree | None = None) -> None:
+    def __init__(
+        self,
+        keep: tuple[str, ...] = (),
+        of: StageTree | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._started_s: dict[str, float] = {}
         self._stages = {name: StageStatus(name) for name in STAGES}
         if of is not None:
             for name in keep:
@@ -32,6 +43,7 @@ class StageTree:
             case "start":
                 stage.state = "running"
                 stage.fraction = event.fraction
+                self._started_s[stage.name] = self._clock()
             case "progress":
                 stage.fraction = event.fraction if event.fraction is not None else stage.fraction
             case "end":
@@ -49,6 +61,7 @@ class StageTree:
         """The stage that runs has failed."""
         for stage in self._stages.values():
             if stage.state == "running":
+                stage.seconds = self._elapsed_s(stage)
                 stage.state = "failed"
 
     @property
@@ -61,5 +74,14 @@ class StageTree:
         return "ready"
 
     def snapshot(self) -> list[StageStatus]:
-        """Copies, in order."""
-        return [attrs.evolve(stage) for stage in self._stages.values()]
+        """Copies, in order; a stage that runs has the seconds it has taken so far."""
+        return [
+            attrs.evolve(stage, seconds=self._elapsed_s(stage))
+            if stage.state == "running"
+            else attrs.evolve(stage)
+            for stage in self._stages.values()
+        ]
+
+    def _elapsed_s(self, stage: StageStatus) -> float | None:
+        started_s = self._started_s.get(stage.name)
+        return None if started_s is None else self._clock() - started_s
