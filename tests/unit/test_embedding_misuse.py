@@ -134,3 +134,8 @@ async def test_ends_of_the_program_come_out_as_they_are(error: type[BaseExceptio
 def test_a_configuration_of_the_wrong_shape_is_a_config_error(config: Any) -> None:
     with pytest.raises(ConfigError):
         as_config(config)
+
+
+def test_a_faulty_option_of_a_program_is_not_blamed_on_a_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^option http\.prot: .*did you mean 'port'"):
+        as_config({"http": {"prot": 1}})

@@ -128,11 +128,11 @@ def read_env(env: Mapping[str, str]) -> Layered:
     return layered
 
 
-def read_overrides(overrides: Mapping[str, object]) -> Layered:
+def read_overrides(overrides: Mapping[str, object], whence: str = "--set") -> Layered:
     """The values given by flags, or by a program as ``section.key`` → text or value."""
     layered = Layered()
     for dotted, value in overrides.items():
-        origin = Origin("flag", value.where if isinstance(value, Text) else f"--set {dotted}")
+        origin = Origin("flag", value.where if isinstance(value, Text) else f"{whence} {dotted}")
         key = find_key(dotted)
         if key is None:
             layered.problems.append(f"{origin}: {unknown_key(dotted)}")

@@ -46,14 +46,19 @@ class LoadedConfig:
 
 
 def load(
-    path: Path | None, *, env: Mapping[str, str], overrides: Mapping[str, object]
+    path: Path | None,
+    *,
+    env: Mapping[str, str],
+    overrides: Mapping[str, object],
+    overrides_from: str = "--set",
 ) -> LoadedConfig:
     """The configuration of file, environment and overrides; an override beats a variable of
     ``env`` named ``TRIOSERVE_SECTION__KEY``, which beats the TOML file at ``path``, which beats the
     default.
 
     ``overrides`` maps ``section.key`` to a value, or to a text that is read by the key's type: a
-    ``str``, or a ``Text`` that also names its flag. Relative paths in the file are relative to the
+    ``str``, or a ``Text`` that also names its flag; others are said to be ``overrides_from`` and
+    their key. Relative paths in the file are relative to the
     file's directory, all others to the working directory; they come out absolute.
 
     Raises:
@@ -62,7 +67,7 @@ def load(
     layers = [
         read_file(path) if path is not None else Layered(),
         read_env(env),
-        read_overrides(overrides),
+        read_overrides(overrides, overrides_from),
     ]
     problems = [problem for layer in layers for problem in layer.problems]
     values = {key.dotted: key.default for key in all_keys()}

@@ -153,7 +153,7 @@ def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
             for section, values in (config or {}).items()
             for key, value in values.items()
         }
-        return load(None, env={}, overrides=overrides).config
+        return load(None, env={}, overrides=overrides, overrides_from="option").config
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"expected a mapping, a path or None, not {type(config).__name__}")
     return load(Path(config), env=os.environ, overrides={}).config

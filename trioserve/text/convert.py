@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -84,11 +85,14 @@ async def _convert_in_child(source: Path, target: Path) -> None:
     scratch = target.with_name(".scratch")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    command = [sys.executable, "-P", "-m", "trioserve.text.convert", str(source), str(scratch)]
+    command = [sys.executable, "-P", "-m", "trioserve.models.lifeline", "trioserve.text.convert"]
+    command += [str(source), str(scratch)]
+    # The lifeline's end here closes with us, however we end; nothing is ever written to it.
+    lifeline, held = os.pipe()
     try:
         done = await trio.run_process(
             command,
-            stdin=b"",
+            stdin=lifeline,
             capture_stdout=True,
             capture_stderr=True,
             check=False,
@@ -101,6 +105,8 @@ async def _convert_in_child(source: Path, target: Path) -> None:
             raise ModelError(f"cannot make a tokenizer.json from {source}: {cause}")
         await trio.to_thread.run_sync(partial(cache.publish, scratch / "tokenizer.json", target))
     finally:
+        os.close(lifeline)
+        os.close(held)
         shutil.rmtree(scratch, ignore_errors=True)
 
 

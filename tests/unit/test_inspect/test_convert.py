@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -516,6 +517,44 @@ async def test_cancellation_kills_the_child(
     left = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert left == [".tokenizer.json.lock"]
     assert not list((tmp_path / "cache").rglob(".scratch"))
+
+
+async def test_the_child_does_not_outlive_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the command it really gets, a child that waits for ever ends with the pipe."""
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listeners[0].socket.getsockname()[1]
+    (tmp_path / "waits.py").write_text(
+        f"import socket; socket.create_connection(('127.0.0.1', {port})).recv(1)"
+    )
+    run_process = trio.run_process
+
+    async def run_other(command: list[str], *, stdin: int, **keywords: Any) -> Any:
+        assert command[2:5] == ["-m", "trioserve.models.lifeline", "trioserve.text.convert"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [command[0], "-m", command[3], "waits"]
+        return await run_process(command, stdin=stdin, env=environment, **keywords)
+
+    async def convert_it() -> None:
+        with pytest.raises(ModelError, match="the converter ended with status 1"):
+            await ensure_tokenizer(byte_level(tmp_path / "m.gguf"), tmp_path / "cache")
+        ended.set()
+
+    ended = trio.Event()
+    pipes: list[tuple[int, int]] = []
+    make_pipe = os.pipe
+    monkeypatch.setattr(convert_module.os, "pipe", lambda: pipes.append(make_pipe()) or pipes[-1])
+    monkeypatch.setattr(trio, "run_process", run_other)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(convert_it)
+            async with await listeners[0].accept():
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, pipes[0][1])  # closes what the end of this process would close
+                os.close(nothing)
+                await ended.wait()
+    await listeners[0].aclose()
 
 
 def test_the_key_follows_what_goes_in(tmp_path: Path) -> None:
