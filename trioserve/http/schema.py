@@ -121,7 +121,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
         InvalidBody: listing all faults with their paths.
     """
     fields = Fields(decode_object(raw))
-    messages = _read_messages(fields)
+    messages = read_messages(fields)
     wants_logprobs = fields.boolean("logprobs")
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_LOGPROBS)
     if top_logprobs and not wants_logprobs:
@@ -255,7 +255,8 @@ def _are_token_ids(fields: Fields, path: str, items: list[Any]) -> bool:
     return True
 
 
-def _read_messages(fields: Fields) -> list[dict[str, Any]]:
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages of a chat, each of a legal shape; faults are noted in ``fields``."""
     value = fields.value("messages")
     if value is None:
         fields.fault("messages", "is missing; give an array of messages")
