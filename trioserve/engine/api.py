@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import attrs
 import msgspec
 
+from trioserve.engine.tally import StepTally
 from trioserve.ipc.messages import ReadyInfo, StepStats
 from trioserve.sampling_params import SamplingParams
 
@@ -51,6 +52,8 @@ class EngineStatus:
     ready_after_s: float | None
     num_restarts: int = 0
     paused: bool = False
+    worker_pid: int | None = None  # while there is a worker process
+    steps: StepTally | None = None  # of all workers so far
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from trioserve.config.schema import DEFAULT_NAME, DEFAULT_SOURCE, Config
 from trioserve.engine.api import EngineStatus, Phase
 from trioserve.engine.requests import RequestStream, Sent
 from trioserve.engine.startup import StageTree
+from trioserve.engine.tally import StepTally
 from trioserve.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -70,6 +71,8 @@ class Engine:
         self.config = config
         self.failure: TrioserveError | None = None
         self.num_restarts = 0
+        self.worker_pid: int | None = None  # the supervisor writes it
+        self._steps = StepTally()
         self._phase = Phase.LOADING
         self._incarnation = 1
         self._stages = StageTree()
@@ -115,6 +118,8 @@ class Engine:
             uptime_s=time.monotonic() - self._started_s,
             ready_after_s=self._ready_after_s,
             num_restarts=self.num_restarts,
+            worker_pid=self.worker_pid,
+            steps=self._steps,
         )
 
     @property
@@ -347,6 +352,7 @@ class Engine:
     def begin_incarnation(self, number: int) -> None:
         """A worker is about to be started."""
         self._incarnation = number
+        self._steps.begin_worker()
         self._stages = StageTree(keep=("resolve", "fetch", "inspect"), of=self._stages)
         self._notify()
 
@@ -375,6 +381,7 @@ class Engine:
     def on_step(self, event: StepOutput) -> None:
         """Hand each delta to its request; late ones of requests that are gone are dropped."""
         self._stats = event.stats
+        self._steps.add(event.stats)
         now = 0.0
         for delta in event.deltas:
             stream = self._requests.get(delta.id)
@@ -422,6 +429,7 @@ class Engine:
             self._cause = cause
             self._stages.fail()
         self._stats = None
+        self.worker_pid = None
         self._commands.clear()
         self._aborts.clear()
         requests, self._requests = self._requests, {}

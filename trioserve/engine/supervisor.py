@@ -273,6 +273,7 @@ class Supervisor:
             with self._stages.stage("spawn") as stage:
                 worker = await stack.enter_async_context(self._worker_factory(config))
                 stage.detail = f"pid {worker.pid}"
+            self._engine.worker_pid = worker.pid
             yield worker
 
     def _may_restart(self, error: TrioserveError, number: int, restarts: int) -> bool:
