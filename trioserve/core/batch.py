@@ -19,7 +19,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     """A sequence that enters the batch, fresh or back from preemption.
 
     ``token_ids`` holds all tokens known so far: the prompt and, after a preemption, the answer's
-    beginning. ``[0, num_computed_tokens)`` are in the KV cache already.
+    beginning. ``[0, num_computed_tokens)`` are in the KV cache already. ``bad_words_ids`` are token
+    sequences of which none is ever completed in the answer: ``Work.bad_words_ids`` unchanged.
     """
 
     id: int
@@ -29,6 +30,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     block_ids: list[int]
     sampling: SamplingParams
     seed: int
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class ScheduledRow(msgspec.Struct, frozen=True):
@@ -63,12 +65,17 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
 
 
 class SampledRow(msgspec.Struct, frozen=True):
-    """The outcome for one row with ``sample``: a token, or an error that fails it alone."""
+    """The outcome for one row with ``sample``: a token, or an error that fails it alone.
+
+    ``invalid`` says that the request was at fault and not the model: what was computed is sound,
+    and the failure's code is "invalid".
+    """
 
     id: int
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    invalid: bool = False
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):

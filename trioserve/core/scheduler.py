@@ -211,7 +211,7 @@ class Scheduler:
             seq.in_flight = 0
             result = results.get(row.id)
             if result is not None and result.error is not None:
-                failed.append(self._fail(seq, result.error))
+                failed.append(self._fail(seq, result.error, invalid=result.invalid))
                 continue
             if row.sample and result is None:
                 failed.append(self._fail(seq, f"step {batch.step} sampled no token for it"))
@@ -457,6 +457,7 @@ class Scheduler:
                     block_ids=list(seq.block_ids),
                     sampling=seq.sampling,
                     seed=seq.seed,
+                    bad_words_ids=seq.bad_words_ids,
                 )
             )
             grown = ()
@@ -515,12 +516,13 @@ class Scheduler:
     def _known(self, ids: Iterable[int]) -> list[Sequence]:
         return [self._sequences[id] for id in dict.fromkeys(ids) if id in self._sequences]
 
-    def _fail(self, seq: Sequence, message: str) -> WorkFailed:
-        # The fault may lie in any block it has read, also in hits: none may be found again.
-        for block_id in seq.block_ids:
-            self.pool.forget(block_id)
+    def _fail(self, seq: Sequence, message: str, *, invalid: bool = False) -> WorkFailed:
+        if not invalid:
+            # The fault may lie in any block it has read, also in hits: none may be found again.
+            for block_id in seq.block_ids:
+                self.pool.forget(block_id)
         self._end(seq, SequenceStatus.FAILED)
-        return WorkFailed(id=seq.id, code="internal", message=message)
+        return WorkFailed(id=seq.id, code="invalid" if invalid else "internal", message=message)
 
     def _end(self, seq: Sequence, status: SequenceStatus) -> None:
         if seq.status is SequenceStatus.RUNNING:

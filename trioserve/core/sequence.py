@@ -39,6 +39,7 @@ class Sequence:
     __slots__ = (
         "announced",
         "arrival",
+        "bad_words_ids",
         "block_ids",
         "cache_salt",
         "cacheable",
@@ -68,6 +69,7 @@ class Sequence:
         self.sampling: SamplingParams = work.sampling
         self.stop_token_ids = frozenset(work.sampling.stop_token_ids)
         self.seed = work.seed
+        self.bad_words_ids = work.bad_words_ids
         self.cache_salt = work.cache_salt.encode()
         self.priority = priority
         self.arrival = arrival
