@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trioserve.config.access import ACCESS_CHECKS
 from trioserve.config.keys import Key
 from trioserve.config.layers import Origin
 from trioserve.config.sizes import parse_size
@@ -141,4 +142,5 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
         _simulated,
     ),
     (("test.allow_faults", "test.faults"), _faults),
+    *ACCESS_CHECKS,
 )

@@ -237,6 +237,54 @@ class HttpConfig:
         10.0, "A silent stream gets an SSE comment this often.", check=gt(0.0), unit="s"
     )
     http2: bool = setting(False, "Speak HTTP/2 to clients that ask for it.")
+    max_header_bytes: int = setting(
+        16 * 1024,
+        "Largest head of a request, its line and headers; beyond it 431.",
+        check=[ge(1024), le(1024 * 1024)],
+        unit="bytes",
+    )
+    max_headers: int = setting(100, "Most headers of a request; beyond it 431.", check=ge(10))
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "Keys that clients must present, any one of them; better in the environment or a file.",
+        secret=True,
+    )
+    api_keys_file: str | None = setting(
+        None,
+        "A file with further keys, one a line, `#` begins a comment; read anew when it changes.",
+        path=True,
+    )
+    open_routes: tuple[str, ...] = setting(
+        (),
+        "Paths answered without a key, as `/metrics`, beside `/health`, `/health/live`, "
+        "`/health/ready` and `/ping`.",
+    )
+    admin: bool = setting(
+        False, "Have the control routes: `/v1/requests` and `/admin/...`; see security.md."
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose pages may call this server from a browser, as `https://app.example`; "
+        '`["*"]` for any. Empty: none.',
+    )
+    cors_credentials: bool = setting(
+        False, "Let those pages send cookies, which a proxy in front may ask for."
+    )
+    tls_cert: str | None = setting(
+        None,
+        "Certificate chain (PEM) to serve HTTPS with; this and the next two are read anew when "
+        "they change.",
+        path=True,
+    )
+    tls_key: str | None = setting(
+        None, "Its private key (PEM), if not in the same file.", path=True
+    )
+    tls_client_ca: str | None = setting(
+        None, "Certificates (PEM) of which one must have signed each client's own.", path=True
+    )
+    tls_handshake_timeout_s: float = setting(
+        10.0, "How long a TLS handshake may take.", check=gt(0.0), unit="s"
+    )
 
 
 @frozen(kw_only=True)
@@ -252,6 +300,15 @@ class LogConfig:
         "A line of rates this often while requests run; 0 for none.",
         check=ge(0.0),
         unit="s",
+    )
+    requests: bool = setting(False, "A line for each request that was answered.")
+    inputs: bool = setting(False, "That line has the prompt; needs `requests`.")
+    outputs: bool = setting(False, "That line has the answer; needs `requests`.")
+    max_content_chars: int = setting(
+        2000,
+        "Characters of each prompt and of each answer that are logged.",
+        check=ge(0),
+        unit="characters",
     )
 
 
