@@ -114,7 +114,7 @@ class GenerationService:
         if status.phase is not Phase.READY:
             raise NotReady(f"the model is not ready ({status.phase.value}); see /startup")
         state = request_state()
-        opened = state.lifetime.enter_context(context.open_requests.opened())
+        opened = state.lifetime.enter_context(context.open_requests.opened(state.id))
         return GenerationCall(self, state, opened)
 
 

@@ -39,12 +39,15 @@ class OpenRequest:
     Read by its handler's task; ``wake`` and ``end`` are called by others and never wait.
 
     Attributes:
+        id: as clients know it; several requests may have one id, for clients choose them.
+        opened_s: when it came, by trio's clock.
         streams: what was submitted for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, id: str = "") -> None:
+        self.id = id
+        self.opened_s = trio.current_time()
         self.streams: list[RequestStream] = []
-        self._opened_s = trio.current_time()
         self._error: RequestError | None = None  # that ends it
         self._woken = False
         self._waits = False  # and may be cancelled: nothing is half done
@@ -77,7 +80,7 @@ class OpenRequest:
         is inside a write that cannot be cancelled. Returns when no limit is left.
         """
         if limits.queue_s < limits.total_s:
-            await trio.sleep_until(self._opened_s + limits.queue_s)
+            await trio.sleep_until(self.opened_s + limits.queue_s)
             if not any(stream.started for stream in self.streams):
                 self.end(
                     DeadlineExceeded(
@@ -86,7 +89,7 @@ class OpenRequest:
                 )
                 return
         if limits.total_s < math.inf:
-            await trio.sleep_until(self._opened_s + limits.total_s)
+            await trio.sleep_until(self.opened_s + limits.total_s)
             self.end(DeadlineExceeded(f"the request was not done within {limits.total_s:g} s"))
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -174,9 +177,9 @@ class OpenRequests:
         return len(self._requests)
 
     @contextmanager
-    def opened(self) -> Iterator[OpenRequest]:
+    def opened(self, id: str = "") -> Iterator[OpenRequest]:
         """A request that is open until the ``with`` ends."""
-        request = OpenRequest()
+        request = OpenRequest(id)
         if not self._requests:
             self._none = trio.Event()
         self._requests.add(request)
@@ -186,6 +189,11 @@ class OpenRequests:
             self._requests.discard(request)
             if not self._requests:
                 self._none.set()
+
+    def find(self, id: str) -> list[OpenRequest]:
+        """The open requests with this id, the oldest first."""
+        found = [request for request in self._requests if request.id == id]
+        return sorted(found, key=lambda request: request.opened_s)
 
     async def wait_none(self) -> None:
         """Wait until no request is open."""
