@@ -58,6 +58,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities are wanted with each token of the answer."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
     def validate(self, vocab_size: int) -> None:
         """Check every field against its range.
 

@@ -17,11 +17,11 @@ BLOCK = 64
 """Ids per block; not a block of the KV cache."""
 
 
-def in_blocks(x: Tensor) -> Tensor:
-    """[n, vocab] as [n, blocks, BLOCK], the last block filled up with -inf."""
+def in_blocks(x: Tensor, fill: float = -math.inf) -> Tensor:
+    """[n, vocab] as [n, blocks, BLOCK], the last block filled up."""
     missing = -x.shape[-1] % BLOCK
     if missing:
-        x = pad(x, (0, missing), value=-math.inf)
+        x = pad(x, (0, missing), value=fill)
     return x.view(len(x), -1, BLOCK)
 
 

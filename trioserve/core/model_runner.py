@@ -213,7 +213,14 @@ class ModelRunner:
         for new in batch.new:
             self._forget(new.id)
             self._state.add(new)
-            self._sampler.add(new.id, new.sampling, new.seed, new.num_prompt_tokens)
+            self._sampler.add(
+                new.id,
+                new.sampling,
+                new.seed,
+                new.num_prompt_tokens,
+                new.token_ids,
+                new.bad_words_ids,
+            )
         for row in batch.rows:
             if row.new_block_ids:
                 self._state.add_blocks(row.id, row.new_block_ids)

@@ -1,9 +1,9 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order: ids that are no tokens and, before ``min_tokens``, ids that would end the sequence are
-masked; greedy rows take the best; the others are scaled by temperature in float32, cut by min_p,
+Order: ids that are no tokens are masked; the rules of logit_rules.py change the logits of rows that
+have any; greedy rows take the best; the others are scaled by temperature in float32, cut by min_p,
 then top_k, then top_p, and sampled by the Gumbel-max rule: the best of scaled logit plus noise.
-Log probabilities are of the logits before temperature and cuts.
+Log probabilities are of the logits before rules, temperature and cuts. docs/sampling.md tells more.
 
 The cuts need no full sort unless the logits are very flat: a row's best 64 candidates are looked
 at first, then more, and a row leaves as soon as its cut is known. The result is the same at each
@@ -17,7 +17,7 @@ depends on its own logits, parameters, seed and position alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,9 +34,11 @@ from trioserve.core.candidates import (
     in_blocks,
     surviving_mass,
 )
+from trioserve.core.logit_rules import NO_TOKEN_LEFT, BatchRules, RowRules, make_rules
+from trioserve.core.logprobs import token_logprobs
 from trioserve.core.noise import gumbel, mix_seed, row_keys, token_hashes
 from trioserve.ipc.messages import TokenLogprobs
-from trioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from trioserve.sampling_params import SamplingParams
 
 _WIDTHS = (64, 1024, 4096)
 T = TypeVar("T")
@@ -44,7 +46,6 @@ T = TypeVar("T")
 _MIN_TEMPERATURE = 1e-20
 # Rows scaled and cut at once, so that their copies stay in the cache of a core.
 _CHUNK = 8
-_MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class _Row:
 
     sampling: SamplingParams
     mixed_seed: int
-    first_end: int  # positions before it must not end the sequence
-    end_ids: Tensor | None  # int64; None if nothing is to be masked
+    rules: RowRules | None  # None if nothing changes its logits
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class _Prepared:
     """Everything that stays the same while the batch has the same sequences."""
 
     ids: list[int]
-    masked: list[tuple[int, _Row]]  # rows with min_tokens
-    logprobs: list[tuple[Tensor, list[int]]]  # rows that ask, and for how many; in chunks
+    rules: BatchRules | None  # None if no row has any
+    logprobs: list[int]  # rows that ask
     free: list[_Params]  # temperature only, in chunks
     cut: list[_Params]  # with any of min_p, top_k, top_p, in chunks
 
@@ -120,19 +120,34 @@ class Sampler:
         self._scaled = torch.full((_CHUNK, self._width), -math.inf, device=self._device)
         self._scratch = torch.empty_like(self._scaled)
         self._rows: dict[int, _Row] = {}
-        self._prepared = _Prepared([], [], [], [], [])
+        self._prepared = _Prepared([], None, [], [], [])
 
-    def add(self, id: int, sampling: SamplingParams, seed: int, num_prompt_tokens: int) -> None:
-        """Make a sequence known. ``seed``: 64 bits, with sign."""
+    def add(
+        self,
+        id: int,
+        sampling: SamplingParams,
+        seed: int,
+        num_prompt_tokens: int,
+        token_ids: Sequence[int] = (),
+        bad_words_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Make a sequence known, or known anew.
+
+        Args:
+            id: of the sequence.
+            sampling: validated.
+            seed: 64 bits, with sign.
+            num_prompt_tokens: how many of ``token_ids`` are the prompt.
+            token_ids: all tokens known so far, prompt and answer; for penalties and bad words.
+            bad_words_ids: token sequences of which none is ever completed in the answer.
+        """
         end_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_ids |= self._eos_token_ids
-        masked = sampling.min_tokens > 0 and end_ids
         self._rows[id] = _Row(
             sampling=sampling,
             mixed_seed=mix_seed(seed),
-            first_end=num_prompt_tokens + sampling.min_tokens,
-            end_ids=torch.tensor(sorted(end_ids), device=self._device) if masked else None,
+            rules=make_rules(sampling, num_prompt_tokens, token_ids, bad_words_ids, end_ids),
         )
         self._forget_prepared(id)
 
@@ -149,7 +164,8 @@ class Sampler:
             positions: index in its sequence of the token to be sampled.
             logits: float32 [len(ids), vocab_size]; changed in place.
 
-        A row whose best logit is NaN or infinite gets an ``error`` and fails alone.
+        A row whose best logit is NaN or infinite gets an ``error`` and fails alone; so does one
+        whose rules leave no token, which is ``invalid``.
         """
         if not ids:
             return []
@@ -158,71 +174,64 @@ class Sampler:
         prepared = self._prepared
         if self._num_token_ids < self._vocab_size:
             logits[:, self._num_token_ids :] = -math.inf
-        masked = [
-            (index, row.end_ids, logits[index, row.end_ids])
-            for index, row in prepared.masked
-            if positions[index] < row.first_end
-        ]
-        for index, end_ids, _ in masked:
-            logits[index, end_ids] = -math.inf
-        best, tokens = first_best(logits)
+        rules = prepared.rules
+        raw = rules.apply(positions, logits) if rules is not None else None
+        best, chosen = first_best(logits)
+        refused = raw.find_refused(best) if raw is not None else []
         if prepared.free or prepared.cut:
             where = torch.tensor(positions, device=self._device)
             for params in prepared.free:
-                tokens[params.rows] = self._sample_free(params, where, logits, best)
+                chosen[params.rows] = self._sample_free(params, where, logits, best)
             for params in prepared.cut:
-                tokens[params.rows] = self._sample_cut(params, where, logits, best)
+                chosen[params.rows] = self._sample_cut(params, where, logits, best)
+        tokens = chosen.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         if prepared.logprobs:
-            for index, end_ids, values in masked:
-                logits[index, end_ids] = values
-            for rows, nums_top in prepared.logprobs:
-                logprobs.update(self._logprobs(rows, nums_top, logits, tokens))
-        return self._results(ids, positions, tokens, best, logprobs)
-
-    def _results(
-        self,
-        ids: list[int],
-        positions: list[int],
-        tokens: Tensor,
-        best: Tensor,
-        logprobs: dict[int, TokenLogprobs],
-    ) -> list[SampledRow]:
+            if raw is not None:
+                raw.restore(logits)
+            logprobs = self._logprobs(prepared.logprobs, logits, tokens)
+        if rules is not None:
+            rules.note(positions, tokens)
         results = [
             SampledRow(id, token_id, logprobs.get(index))
-            for index, (id, token_id) in enumerate(zip(ids, tokens.tolist(), strict=True))
+            for index, (id, token_id) in enumerate(zip(ids, tokens, strict=True))
         ]
         for index, value in enumerate(best.tolist()):
             if not math.isfinite(value):
-                what = "only -inf" if value == -math.inf else f"{value}"
-                error = f"the logits for token {positions[index]} of the sequence hold {what}"
-                results[index] = SampledRow(ids[index], 0, error=error)
+                results[index] = _failed(ids[index], positions[index], value, index in refused)
+        return results
+
+    def _logprobs(
+        self, rows: list[int], logits: Tensor, tokens: list[int]
+    ) -> dict[int, TokenLogprobs]:
+        """What the rows that ask for log probabilities get, by row."""
+        results: dict[int, TokenLogprobs] = {}
+        for part in _in_chunks(rows):
+            all_sampling = [self._rows[self._prepared.ids[index]].sampling for index in part]
+            x = logits if len(part) == len(logits) else logits[part]
+            found = token_logprobs(
+                x,
+                [tokens[index] for index in part],
+                [sampling.logprobs or 0 for sampling in all_sampling],
+                [sampling.logprob_token_ids for sampling in all_sampling],
+            )
+            results.update(zip(part, found, strict=True))
         return results
 
     # ----------------------------------------------------------------------- preparation
 
     def _forget_prepared(self, id: int) -> None:
         if id in self._prepared.ids:
-            self._prepared = _Prepared([], [], [], [], [])
+            self._prepared = _Prepared([], None, [], [], [])
 
     def _prepare(self, ids: list[int]) -> _Prepared:
         rows = [(index, self._rows[id]) for index, id in enumerate(ids)]
         random = [(index, row) for index, row in rows if row.sampling.temperature > 0]
-        asked = [
-            (index, row.sampling.logprobs)
-            for index, row in rows
-            if row.sampling.logprobs is not None
-        ]
+        with_rules = [(index, row.rules) for index, row in rows if row.rules is not None]
         return _Prepared(
             ids=list(ids),
-            masked=[(index, row) for index, row in rows if row.end_ids is not None],
-            logprobs=[
-                (
-                    torch.tensor([index for index, _ in part], device=self._device),
-                    [num_top for _, num_top in part],
-                )
-                for part in _in_chunks(asked)
-            ],
+            rules=BatchRules(with_rules, self._device) if with_rules else None,
+            logprobs=[index for index, row in rows if row.sampling.wants_logprobs],
             free=self._chunks([item for item in random if not _is_cut(item[1].sampling)]),
             cut=self._chunks([item for item in random if _is_cut(item[1].sampling)]),
         )
@@ -319,33 +328,17 @@ class Sampler:
         x.sub_(best[params.rows].unsqueeze(-1)).div_(params.temperature.unsqueeze(-1))
         return scaled
 
-    def _logprobs(
-        self, rows: Tensor, nums_top: list[int], logits: Tensor, tokens: Tensor
-    ) -> dict[int, TokenLogprobs]:
-        """Log probabilities of a chunk of rows, by row; of the logits as the model gave them."""
-        num_rows, num_top = len(rows), min(MAX_LOGPROBS, self._vocab_size)
-        x = self._scaled[:num_rows, : self._vocab_size]
-        torch.index_select(logits, 0, rows, out=x)
-        raw = torch.log_softmax(self._scaled[:num_rows], -1, out=self._scratch[:num_rows])
-        chosen = tokens[rows]
-        logprob = raw.gather(-1, chosen.unsqueeze(-1))
-        ranks = (raw > logprob).sum(-1).add_(1).tolist()
-        values, best_ids = best_candidates(raw, num_top)
-        # Not every client's JSON has an infinity.
-        values, logprob = values.clamp(min=_MIN_LOGPROB), logprob.clamp(min=_MIN_LOGPROB)
-        tops = zip(best_ids.tolist(), values.tolist(), nums_top, strict=True)
-        return {
-            index: TokenLogprobs(
-                token_id, value, rank, list(zip(top_ids[:n], top[:n], strict=True))
-            )
-            for index, token_id, value, rank, (top_ids, top, n) in zip(
-                rows.tolist(), chosen.tolist(), logprob.flatten().tolist(), ranks, tops, strict=True
-            )
-        }
-
 
 def _in_chunks(rows: list[T]) -> list[list[T]]:
     return [rows[i : i + _CHUNK] for i in range(0, len(rows), _CHUNK)]
+
+
+def _failed(id: int, position: int, best: float, refused: bool) -> SampledRow:
+    what = "only -inf" if best == -math.inf else f"{best}"
+    error = f"the logits for token {position} of the sequence hold {what}"
+    if refused:
+        error = f"{NO_TOKEN_LEFT} as token {position} of the sequence"
+    return SampledRow(id, 0, error=error, invalid=refused)
 
 
 def _is_cut(sampling: SamplingParams) -> bool:
