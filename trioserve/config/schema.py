@@ -68,6 +68,12 @@ class ModelConfig:
         "A file with a Jinja chat template to use in place of the checkpoint's own.",
         path=True,
     )
+    generation_config: Literal["auto", "none"] = setting(
+        "auto",
+        "`auto` takes the defaults for sampling that the model comes with "
+        "(`generation_config.json`, GGUF metadata) where a request says nothing; `none` ignores "
+        "them.",
+    )
     dtype: Literal["auto", "float32"] = setting(
         "auto", "Arithmetic type. On CPU always float32; reduced types need native instructions."
     )
@@ -236,6 +242,7 @@ class HttpConfig:
     heartbeat_s: float = setting(
         10.0, "A silent stream gets an SSE comment this often.", check=gt(0.0), unit="s"
     )
+    docs: bool = setting(True, "Show the API at `/docs` and, for programs, `/openapi.json`.")
     http2: bool = setting(False, "Speak HTTP/2 to clients that ask for it.")
     max_header_bytes: int = setting(
         16 * 1024,

@@ -10,6 +10,7 @@ import msgspec
 
 from trioserve.engine.tally import StepTally
 from trioserve.ipc.messages import ReadyInfo, StepStats
+from trioserve.models.generation import GenerationDefaults as GenerationDefaults
 from trioserve.sampling_params import SamplingParams
 
 
@@ -147,17 +148,6 @@ class RequestStream(Protocol):
 
     @property
     def timings(self) -> Timings: ...
-
-
-class GenerationDefaults(msgspec.Struct, frozen=True):
-    """Sampling defaults of a model; None leaves the field to the API's own default."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
 
 
 class EngineApi(Protocol):

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import trio
 
 from trioserve.config.schema import DEFAULT_NAME, DEFAULT_SOURCE, Config
-from trioserve.engine.api import EngineStatus, Phase
+from trioserve.engine.api import EngineStatus, GenerationDefaults, Phase
+from trioserve.engine.prompts import Prompts, as_prompt, is_chat
 from trioserve.engine.requests import RequestStream, Sent
 from trioserve.engine.startup import StageTree
 from trioserve.engine.tally import StepTally
+from trioserve.engine.watch import Watch
 from trioserve.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -38,6 +38,8 @@ from trioserve.ipc.messages import (
     Check,
     Checked,
     Command,
+    Control,
+    Controlled,
     Delta,
     Ready,
     ReadyInfo,
@@ -53,10 +55,6 @@ from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("trioserve.engine")
-
-LONG_TEXT = 16 * 1024  # characters; beyond it, tokenizing goes to a thread
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -78,15 +76,15 @@ class Engine:
         self._stages = StageTree()
         self._cause: str | None = None
         self._model: ResolvedModel | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._template: ChatTemplate | None = None
+        self._prompts: Prompts | None = None
         self._info: ReadyInfo | None = None
         self._stats: StepStats | None = None
         self._requests: dict[int, RequestStream] = {}
         self._commands: deque[Command] = deque()
         self._commands_wake = trio.Event()
         self._aborts: set[int] = set()
-        self._checks: dict[int, _Answer] = {}
+        self._questions: dict[int, _Question] = {}
+        self._paused = False
         self._ids = itertools.count()
         self._draining = False
         self._started_s = time.monotonic()
@@ -118,6 +116,7 @@ class Engine:
             uptime_s=time.monotonic() - self._started_s,
             ready_after_s=self._ready_after_s,
             num_restarts=self.num_restarts,
+            paused=self._paused,
             worker_pid=self.worker_pid,
             steps=self._steps,
         )
@@ -146,9 +145,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises NotReady before it is loaded."""
-        if self._tokenizer is None:
-            raise self._not_ready()
-        return self._tokenizer
+        return self._text.tokenizer
 
     @property
     def max_model_len(self) -> int:
@@ -194,45 +191,61 @@ class Engine:
             NotReady: the model is not loaded.
             ContextLengthExceeded: the text cannot fit, whatever the tokenizer makes of it.
         """
-        tokenizer, limit = self.tokenizer, self.max_model_len
-        least = tokenizer.min_num_tokens(text, limit + 1)
-        if least > limit:
-            raise ContextLengthExceeded(
-                f"the maximum context length is {limit} tokens; a prompt of {len(text)} "
-                f"characters is at least {least} tokens",
-                param="prompt",
-            )
-        return await self._off_loop(len(text), tokenizer.encode, text, add_special_tokens)
+        limit = self.max_model_len
+        return await self._text.encode(text, limit, add_special_tokens=add_special_tokens)
 
     async def render_chat(
         self,
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Apply the chat template and tokenize. Cancellation abandons the result.
 
+        Args:
+            messages: as clients send them.
+            add_generation_prompt: open an answer after the last message.
+            continue_final_message: leave the last message open, for the answer to go on with it;
+                not with ``add_generation_prompt``.
+            add_special_tokens: have the tokenizer add its own; templates mostly write them.
+            chat_template: the source of a template to use in place of the model's.
+            template_kwargs: further variables for the template.
+
         Raises:
-            InvalidRequest: there is no template, or it refuses these messages.
+            InvalidRequest: there is no template, the one given is broken, or it refuses these
+                messages.
             NotReady, ContextLengthExceeded: as ``encode_prompt``.
         """
-        _ = self.tokenizer
-        if self._template is None:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions, or set model.chat_template"
-            )
-        kwargs = dict(template_kwargs or {})
-        if "add_generation_prompt" in kwargs:
-            raise InvalidRequest(
-                "add_generation_prompt is a field of its own",
-                param="chat_template_kwargs.add_generation_prompt",
-            )
-        render = partial(
-            self._template.render, messages, add_generation_prompt=add_generation_prompt, **kwargs
+        text = await self._text.render(
+            messages,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
-        text = await self._off_loop(text_length(messages), render)
-        return await self.encode_prompt(text, add_special_tokens=False)
+        return await self.encode_prompt(text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids; long lists in a thread. Cancellation abandons the result.
+
+        Raises:
+            InvalidRequest: an id outside the vocabulary.
+            NotReady: the model is not loaded.
+        """
+        return await self._text.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, empty for ids without one. Raises NotReady."""
+        return self._text.token_text(token_id)
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model asks for where a request says nothing; nothing before it is inspected."""
+        return self._model.generation if self._model else GenerationDefaults()
 
     def submit(
         self,
@@ -255,11 +268,15 @@ class Engine:
         self._check(prompt_token_ids, sampling)
         if type(priority) is not int or not isinstance(cache_salt, str):
             raise InvalidRequest("priority must be an int and cache_salt a str", param="priority")
+        bad_words_ids = self._text.bad_words_ids(sampling)
         scheduler = self.config.scheduler
         if len(self._requests) >= scheduler.max_num_seqs + scheduler.max_waiting:
             raise QueueFull(f"{len(self._requests)} requests run or wait already; try again later")
         seed = sampling.seed if sampling.seed is not None else random.getrandbits(63)
-        work = Work(next(self._ids), prompt_token_ids, sampling, seed, priority, cache_salt)
+        work = Work(
+            *(next(self._ids), prompt_token_ids, sampling, seed, priority, cache_salt),
+            bad_words_ids=bad_words_ids,
+        )
         stream = RequestStream(work, self.tokenizer, self.abort)
         self._requests[work.id] = stream
         self._send(work)
@@ -275,19 +292,19 @@ class Engine:
     ) -> AsyncIterator[RequestStream]:
         """Generate from a text, token ids, or chat messages; leaving the context aborts.
 
+        Without ``sampling`` the model's ``generation_defaults`` apply; with it, it alone does.
+
         Raises:
             RequestError: as ``encode_prompt``, ``render_chat`` and ``submit``.
         """
-        if isinstance(prompt, str):
-            token_ids = await self.encode_prompt(prompt)
+        items = as_prompt(prompt)
+        if isinstance(items, str):
+            token_ids = await self.encode_prompt(items)
         else:
-            items = _items(prompt)
-            if items and isinstance(items[0], dict):
-                token_ids = await self.render_chat(items)
-            else:
-                token_ids = [_plain(item) for item in items]
-        async with self.submit(token_ids, sampling or SamplingParams(), priority=priority) as s:
-            yield s
+            token_ids = await self.render_chat(items) if is_chat(items) else items
+        sampling = sampling or self.generation_defaults.as_sampling()
+        async with self.submit(token_ids, sampling, priority=priority) as stream:
+            yield stream
 
     def abort(self, request_id: int) -> None:
         """End a request. Idempotent, never fails, never waits."""
@@ -309,15 +326,47 @@ class Engine:
         Raises:
             NotReady: there is no worker to ask, or it ended before it answered.
         """
+        answer = await self._ask(Check(next(self._ids)))
+        assert isinstance(answer, Checked)
+        return answer
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the cached blocks that no sequence uses; False if some are used, and kept.
+
+        Cancelled, the worker does it all the same. Raises NotReady as ``check``.
+        """
+        return await self._control("reset_prefix_cache")
+
+    async def pause(self) -> None:
+        """Compute no step until ``resume``; requests are taken and wait, aborts are answered.
+
+        Idempotent. The pause outlives the worker: the next one is paused as it becomes ready.
+        A drain does not end it: what is open then is cut at the drain deadline. Cancelled, the
+        worker pauses all the same. Raises NotReady as ``check``.
+        """
+        await self._control("pause")
+
+    async def resume(self) -> None:
+        """Go on after ``pause``. Idempotent; cancelled, the worker goes on all the same.
+
+        Raises NotReady as ``check``.
+        """
+        await self._control("resume")
+
+    async def _control(self, action: str) -> bool:
+        answer = await self._ask(Control(next(self._ids), action))
+        assert isinstance(answer, Controlled)
+        return answer.ok
+
+    async def _ask(self, command: Check | Control) -> Checked | Controlled:
         if self._phase is not Phase.READY:
             raise self._not_ready()
-        token = next(self._ids)
-        answer = self._checks[token] = _Answer()
-        self._send(Check(token))
-        await answer.came.wait()
-        if answer.checked is None:
+        question = self._questions[command.token] = _Question(command)
+        self._send(command)
+        await question.came.wait()
+        if question.answer is None:
             raise self._not_ready()
-        return answer.checked
+        return question.answer
 
     def begin_drain(self) -> None:
         """From now on ``submit`` raises NotReady; what runs goes on."""
@@ -360,7 +409,8 @@ class Engine:
         self, model: ResolvedModel, tokenizer: Tokenizer, template: ChatTemplate | None
     ) -> None:
         """The model is inspected and its text side loaded."""
-        self._model, self._tokenizer, self._template = model, tokenizer, template
+        self._model = model
+        self._prompts = Prompts(model, tokenizer, template, self._long_texts)
         self._notify()
 
     def on_stage(self, stage: Stage) -> None:
@@ -372,6 +422,8 @@ class Engine:
         """The worker has produced a token."""
         self._info = event.info
         self._phase = Phase.READY
+        if self._paused:  # before the requests that were kept for this worker
+            self._commands.appendleft(Control(next(self._ids), "pause"))
         self._cause = None
         self._stages.finish()
         if self._ready_after_s is None:
@@ -387,11 +439,14 @@ class Engine:
             stream = self._requests.get(delta.id)
             if stream is None:
                 continue
-            stream.started = True
-            if not delta.token_ids and delta.finish_reason is None:
+            if stream.started_s is None:
+                stream.started_s = now = now or time.monotonic()
+            if delta.token_ids:
+                stream.last_token_s = now = now or time.monotonic()
+                if stream.first_token_s is None:
+                    stream.first_token_s = now
+            elif delta.finish_reason is None and delta.prompt_logprobs is None:
                 continue
-            if stream.first_token_s is None and delta.token_ids:
-                stream.first_token_s = now = now or time.monotonic()
             if delta.finish_reason is not None:
                 stream.sent = Sent.ENDED
                 self._forget(delta.id)
@@ -410,11 +465,18 @@ class Engine:
             logger.error("request %d failed in the worker: %s", event.id, event.message)
             stream.mailbox.fail(RequestFailed("the request failed inside the engine"))
 
-    def on_checked(self, event: Checked) -> None:
-        """Answer to ``check``."""
-        if answer := self._checks.pop(event.token, None):
-            answer.checked = event
-            answer.came.set()
+    def on_answer(self, event: Checked | Controlled) -> None:
+        """Answer to ``check``, ``pause``, ``resume`` or ``reset_prefix_cache``."""
+        question = self._questions.pop(event.token, None)
+        if question is None:
+            return
+        question.answer = event
+        question.came.set()
+        command = question.command
+        if isinstance(command, Control) and command.action in ("pause", "resume"):
+            self._paused = command.action == "pause"
+            logger.info("the engine is %s", "paused" if self._paused else "resumed")
+            self._notify()
 
     def end_incarnation(
         self, phase: Phase, error: RequestError, cause: str | None, *, resubmit: bool = False
@@ -436,16 +498,16 @@ class Engine:
         for stream in requests.values():
             if resubmit and stream.may_be_resubmitted:
                 stream.sent = Sent.QUEUED
-                stream.started = False
+                stream.started_s = None
                 stream.resubmitted = True
                 self._requests[stream.id] = stream
                 self._commands.append(stream.work)
             else:
                 stream.sent = Sent.ENDED
                 stream.mailbox.fail(error)
-        checks, self._checks = self._checks, {}
-        for answer in checks.values():
-            answer.came.set()
+        questions, self._questions = self._questions, {}
+        for question in questions.values():
+            question.came.set()
         self._notify()
 
     @property
@@ -474,14 +536,11 @@ class Engine:
         check_token_ids("prompt", prompt_token_ids, info.vocab_size)
         sampling.validate(info.vocab_size)
 
-    async def _off_loop(self, length: int, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function``, in a thread if it works on a long text; cancellation abandons it."""
-        if length <= LONG_TEXT:
-            await trio.lowlevel.checkpoint()
-            return function(*args)
-        return await trio.to_thread.run_sync(
-            function, *args, limiter=self._long_texts, abandon_on_cancel=True
-        )
+    @property
+    def _text(self) -> Prompts:
+        if self._prompts is None:
+            raise self._not_ready()
+        return self._prompts
 
     def _send(self, command: Command) -> None:
         self._commands.append(command)
@@ -509,73 +568,15 @@ class Engine:
                 return NotReady("the engine is closed")
 
 
-class Watch:
-    """Iterates over statuses; changes that come while the reader is busy are seen as one."""
+class _Question:
+    """What the worker was asked; ``answer`` stays None if it ends first."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._last: EngineStatus | None = None
-        self._ended = False
-
-    def __aiter__(self) -> Watch:
-        return self
-
-    async def __anext__(self) -> EngineStatus:
-        """The next status that differs. Cancellation loses nothing."""
-        await trio.lowlevel.checkpoint()
-        while not self._ended:
-            status = self._engine.status
-            if self._last is None or self._key(status) != self._key(self._last):
-                self._last = status
-                self._ended = status.phase in (Phase.FAILED, Phase.CLOSED)
-                return status
-            await self._engine.wait_change()
-        raise StopAsyncIteration
-
-    @staticmethod
-    def _key(status: EngineStatus) -> tuple[object, ...]:
-        return (status.phase, status.incarnation, status.stages, status.cause, status.info)
-
-
-class _Answer:
-    """What ``check`` waits for; ``checked`` stays None if the worker ends first."""
-
-    def __init__(self) -> None:
+    def __init__(self, command: Check | Control) -> None:
+        self.command = command
         self.came = trio.Event()
-        self.checked: Checked | None = None
+        self.answer: Checked | Controlled | None = None
 
 
 def default_name(source: str) -> str:
     """The served name made from a source that is not inspected yet."""
     return source.rstrip("/").rsplit("/", 1)[-1].rsplit("#", 1)[-1]
-
-
-def text_length(value: Any) -> int:
-    """Characters of all text anywhere inside a JSON-like value; a cheap measure of work."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(text_length, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(text_length, value))
-    return 0
-
-
-def _items(prompt: Any) -> list[Any]:
-    """A prompt that is no text, as a list; arrays of other libraries as well."""
-    if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes | bytearray):
-        return list(prompt)
-    raise InvalidRequest(
-        f"a prompt is a text, token ids or chat messages, not {type(prompt).__name__}",
-        param="prompt",
-    )
-
-
-def _plain(item: Any) -> Any:
-    """An integer of another library as an int; anything else as it is, to be refused."""
-    if isinstance(item, bool):
-        return item
-    try:
-        return operator.index(item)
-    except TypeError:
-        return item

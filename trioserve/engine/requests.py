@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from trioserve.engine.api import TextDelta, Usage
+from trioserve.engine.api import TextDelta, Timings, Usage
 from trioserve.errors import RequestError
 from trioserve.ipc.messages import Delta, Work
 from trioserve.text.stream import TextStream
@@ -88,6 +88,9 @@ def merge(deltas: list[Delta]) -> Delta:
         num_cached_tokens=next(
             (d.num_cached_tokens for d in deltas if d.num_cached_tokens is not None), None
         ),
+        prompt_logprobs=next(
+            (d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None
+        ),
     )
 
 
@@ -103,8 +106,10 @@ class RequestStream:
         self.sent = Sent.QUEUED
         self.mailbox = Mailbox()
         self.created_s = time.monotonic()
-        self.started = False  # a step has worked on it; only the Engine writes it
+        # Only the Engine writes these three.
+        self.started_s: float | None = None  # when a step worked on it first
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self.resubmitted = False
         self._abort = abort
         self._text = TextStream(tokenizer, work.prompt_token_ids, work.sampling)
@@ -120,6 +125,16 @@ class RequestStream:
     def prompt_token_ids(self) -> list[int]:
         """The prompt as token ids."""
         return self.work.prompt_token_ids
+
+    @property
+    def started(self) -> bool:
+        """Whether a step has worked on it: it waits no more."""
+        return self.started_s is not None
+
+    @property
+    def timings(self) -> Timings:
+        """When it was submitted, begun, and when tokens came from the worker."""
+        return Timings(self.created_s, self.started_s, self.first_token_s, self.last_token_s)
 
     @property
     def may_be_resubmitted(self) -> bool:

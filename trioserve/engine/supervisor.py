@@ -41,6 +41,9 @@ from trioserve.ipc.framing import MalformedFrame
 from trioserve.ipc.messages import (
     Check,
     Checked,
+    Command,
+    Control,
+    Controlled,
     Event,
     Fatal,
     Init,
@@ -384,7 +387,7 @@ class Incarnation:
             await self._ready.wait()
             while True:
                 command = await self._engine.next_command()
-                if self.unanswered_s is None and isinstance(command, Work | Check):
+                if self.unanswered_s is None and self._is_answered_soon(command):
                     self.unanswered_s = trio.current_time()
                 try:
                     await worker.send(command)
@@ -395,6 +398,12 @@ class Incarnation:
                     self._engine.on_failed(WorkFailed(command.id, "invalid", str(error)))
         except trio.BrokenResourceError:
             await trio.sleep_forever()  # the worker is gone: the reader tells why
+
+    def _is_answered_soon(self, command: Command) -> bool:
+        """Whether silence after it means that the worker is stuck."""
+        if isinstance(command, Work):
+            return not self._engine.status.paused
+        return isinstance(command, Check | Control)
 
     async def _read_events(self, worker: Worker, send: trio.MemorySendChannel[Event]) -> None:
         """Pipe reader; closes the channel at the end of the pipe."""
@@ -423,8 +432,8 @@ class Incarnation:
             case Ready():
                 engine.on_ready(event)
                 self._ready.set()
-            case Checked():
-                engine.on_checked(event)
+            case Checked() | Controlled():
+                engine.on_answer(event)
             case Fatal():
                 self._fatal = event
             case _:

@@ -15,6 +15,12 @@ import attrs
 from trioserve.config.schema import ModelConfig
 from trioserve.errors import ModelError
 from trioserve.models.files import pickle_refused, read_error, read_object, read_object_if_there
+from trioserve.models.generation import (
+    CONFIG_NAMES,
+    GGUF_NAMES,
+    GenerationDefaults,
+    read_defaults,
+)
 from trioserve.models.gguf_header import GGUFHeader, read_header
 from trioserve.models.gguf_names import gguf_name, hf_name
 from trioserve.models.llama_tensors import expected_tensors
@@ -39,6 +45,7 @@ from trioserve.models.tokenizer_files import (
 )
 
 log = logging.getLogger(__name__)
+SETTING = 'model.generation_config = "none"'
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -63,6 +70,16 @@ def inspect(found: Path | RandomModel, config: ModelConfig) -> ResolvedModel:
         model = attrs.evolve(model, chat_template=read_override(config.chat_template))
     for warning in model.warnings:
         log.warning("%s", warning)
+    return _with_defaults(model, config)
+
+
+def _with_defaults(model: ResolvedModel, config: ModelConfig) -> ResolvedModel:
+    if not model.generation.given():
+        return model
+    if config.generation_config == "none":
+        log.info("the model's defaults are off (%s): %s", SETTING, model.generation)
+        return attrs.evolve(model, generation=GenerationDefaults())
+    log.info("where a request says nothing, the model's defaults apply: %s", model.generation)
     return model
 
 
@@ -96,6 +113,8 @@ def _inspect_directory(
     spec = spec_from_config(values, generation, path)
     tensors = read_checkpoint(directory) if weights is None else read_file(weights)
     needed, warnings = match_tensors(spec, {tensor.name: tensor for tensor in tensors}, directory)
+    where = str(directory / "generation_config.json")
+    defaults, unusable = read_defaults(generation, CONFIG_NAMES, where, spec.vocab_size)
     _check_dtypes(needed)
     if "auto_map" in values:
         log.info("%s asks for remote code (auto_map): not needed, not run", path)
@@ -111,7 +130,8 @@ def _inspect_directory(
         chat_template=text.chat_template,
         bos_token=text.bos_token or _text_of(text, spec.bos_token_id),
         eos_token=text.eos_token or _text_of(text, next(iter(spec.eos_token_ids), None)),
-        warnings=warnings,
+        generation=defaults,
+        warnings=(*warnings, *unusable),
     )
 
 
@@ -147,6 +167,7 @@ def _inspect_gguf(path: Path, config: ModelConfig, name: str) -> ResolvedModel:
         spec, _by_hf_name(header), path, lambda name: gguf_name(name) or name
     )
     tokens = vocabulary(header)
+    defaults, unusable = read_defaults(header.metadata, GGUF_NAMES, str(path), spec.vocab_size)
     tokenizer = path
     if config.tokenizer is not None:
         tokenizer = tokenizer_path(path.parent, config.tokenizer)
@@ -162,7 +183,8 @@ def _inspect_gguf(path: Path, config: ModelConfig, name: str) -> ResolvedModel:
         chat_template=template if isinstance(template, str) else None,
         bos_token=text_at(tokens, spec.bos_token_id),
         eos_token=text_at(tokens, next(iter(spec.eos_token_ids), None)),
-        warnings=warnings,
+        generation=defaults,
+        warnings=(*warnings, *unusable),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Literal
 
 from attrs import field, frozen
 
+from trioserve.models.generation import GenerationDefaults
+
 
 @frozen(kw_only=True)
 class RopeScaling:
@@ -78,6 +80,9 @@ class ResolvedModel:
     bos_token: str = ""
     eos_token: str = ""
     seed: int = 0  # of the weights, for format "random"
+    generation: GenerationDefaults = field(
+        factory=GenerationDefaults
+    )  # where a request says nothing
     warnings: tuple[str, ...] = ()  # odd, but no reason to refuse: one line each
 
     @property

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import jinja2
 
 _OURS = ("messages", "bos_token", "eos_token")
+# Ends a message that is to be continued: where it stands in the prompt, the prompt is cut. No text
+# of a client's can hold it by chance. The space tells whether the template trims messages.
+_CUT = "\uf8f7\uf8f8\uf8f9 "
 
 
 class _Refused(Exception):
@@ -55,29 +58,45 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         /,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """The prompt. ``template_kwargs`` are further variables, such as ``enable_thinking``.
 
-        The prompt has the model's control tokens in it: encode it without adding them again.
+        The prompt has the model's control tokens in it: encode it without adding them again. With
+        ``continue_final_message`` it ends with the text of the last message.
 
         Raises:
             InvalidRequest: a message has an illegal shape, the template refuses (its own message
-                is passed on), or it fails on these messages.
+                is passed on), or it fails on these messages; the last message is to be continued,
+                but an answer opened as well, or the template does not show it.
         """
         for name in _OURS:
             if name in template_kwargs:
                 path = f"chat_template_kwargs.{name}"
                 raise InvalidRequest(f"{path} is set by the server", param=path)
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message goes on with the last message, add_generation_prompt opens "
+                "another; set one of them",
+                param="continue_final_message",
+            )
+        normal = normalize_messages(messages)
+        if continue_final_message:
+            normal[-1]["content"] += _CUT
         variables = {
             "documents": None,
             **template_kwargs,
             **self._globals,
-            "messages": normalize_messages(messages),
+            "messages": normal,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
+        text = self._run(variables)
+        return _cut(text) if continue_final_message else text
+
+    def _run(self, variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(variables)
         except _Refused as refusal:
@@ -113,6 +132,20 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
+
+
+def _cut(text: str) -> str:
+    """``text`` up to where the last message ends."""
+    at = text.rfind(_CUT)
+    if at >= 0:
+        return text[:at]
+    at = text.rfind(_CUT.rstrip())
+    if at < 0:
+        raise InvalidRequest(
+            "the chat template does not show the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return text[:at].rstrip()  # the template trims what it shows
 
 
 def _refuse(message: Any = "the chat template refuses these messages") -> None:
