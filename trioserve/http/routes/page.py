@@ -16,7 +16,7 @@ from trioserve.http.page import Document, make_document
 def register(app: App) -> None:
     """Add the route, unless ``http.page`` turns it off."""
     if app.context.page is not None:
-        app.add_url_rule("/", view_func=app.context.page.page)
+        app.add_url_rule("/", endpoint="status_page", view_func=app.context.page.page)
 
 
 class PageRoutes:
@@ -31,8 +31,8 @@ class PageRoutes:
         """The document, or 304 for who has it already."""
         document = self._document
         if request.if_none_match.contains_weak(document.etag):
-            response = Response(status=304, headers=document.headers)
-            del response.headers["Content-Type"]
+            response = Response(b"", status=304, headers=document.headers)
+            del response.headers["Content-Type"], response.headers["Content-Length"]
         else:
             response = Response(document.body, headers=document.headers)
         response.set_etag(document.etag)
