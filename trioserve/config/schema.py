@@ -242,6 +242,18 @@ class HttpConfig:
     heartbeat_s: float = setting(
         10.0, "A silent stream gets an SSE comment this often.", check=gt(0.0), unit="s"
     )
+    max_stored_responses: int = setting(
+        1000,
+        "Responses of `/v1/responses` kept in memory to be read again and gone on from, the oldest "
+        "out first; 0 keeps none.",
+        check=ge(0),
+    )
+    max_stored_response_bytes: int = setting(
+        64 * 1024 * 1024,
+        "What the kept responses and their conversations may take together.",
+        check=ge(0),
+        unit="bytes",
+    )
     docs: bool = setting(True, "Show the API at `/docs` and, for programs, `/openapi.json`.")
     http2: bool = setting(False, "Speak HTTP/2 to clients that ask for it.")
     max_header_bytes: int = setting(
