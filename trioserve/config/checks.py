@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from trioserve.config.access import ACCESS_CHECKS
 from trioserve.config.keys import Key
@@ -130,6 +132,33 @@ def _faults(values: Values, _: Origins) -> Iterator[tuple[str, str]]:
             yield "test.faults", str(error)
 
 
+def _trace(values: Values, _: Origins) -> Iterator[tuple[str, str]]:
+    for index, header in enumerate(values["trace.headers"]):  # secret: never shown
+        name, equals, value = header.partition("=")
+        if not (name and equals and f"{name}{value}".isprintable() and header.isascii()):
+            yield "trace.headers", f'entry {index + 1} must be "name=value"'
+    endpoint = values["trace.endpoint"]
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:
+        wrong = True
+    if wrong:
+        yield "trace.endpoint", f"'{endpoint}' is no URL such as http://localhost:4318"
+    elif not _is_installed("opentelemetry.exporter.otlp.proto.http"):
+        yield "trace.endpoint", 'needs OpenTelemetry: pip install "trioserve[otel]"'
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is there; imports only the packages around it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 Check = Callable[[Values, Origins], Iterator[tuple[str, str]]]
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("cache.memory",), _cache_memory),
@@ -142,5 +171,6 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
         _simulated,
     ),
     (("test.allow_faults", "test.faults"), _faults),
+    (("trace.endpoint", "trace.headers"), _trace),
     *ACCESS_CHECKS,
 )

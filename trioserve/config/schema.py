@@ -346,6 +346,35 @@ class WatchdogConfig:
 
 
 @frozen(kw_only=True)
+class TraceConfig:
+    """``[trace]``: spans of requests for OpenTelemetry; needs `trioserve[otel]`."""
+
+    endpoint: str | None = setting(
+        None,
+        "A collector that takes OTLP over HTTP, as `http://localhost:4318`; `/v1/traces` is added "
+        "where the URL has no path. Unset: no spans.",
+    )
+    headers: tuple[str, ...] = setting(
+        (), "Headers sent to the collector, each as `name=value`.", secret=True
+    )
+    service_name: str = setting("trioserve", "Name of this server in the spans.")
+    sample_ratio: float = setting(
+        1.0,
+        "Share of the requests that get spans; a request whose `traceparent` has decided keeps to "
+        "that.",
+        check=[ge(0.0), le(1.0)],
+    )
+    content: bool = setting(False, "Put prompts and answers into the spans.")
+    max_queue: int = setting(
+        2048, "Ended requests kept until they are sent; what comes beyond it is lost.", check=ge(1)
+    )
+    interval_s: float = setting(2.0, "Spans are sent this often.", check=gt(0.0), unit="s")
+    timeout_s: float = setting(
+        10.0, "How long a collector may take to answer, tries included.", check=gt(0.0), unit="s"
+    )
+
+
+@frozen(kw_only=True)
 class TestConfig:
     """``[test]``: faults on purpose, for tests; never set it on a server that is used."""
 
@@ -376,4 +405,5 @@ class Config:
     http: HttpConfig = field(factory=HttpConfig)
     log: LogConfig = field(factory=LogConfig)
     watchdog: WatchdogConfig = field(factory=WatchdogConfig)
+    trace: TraceConfig = field(factory=TraceConfig)
     test: TestConfig = field(factory=TestConfig)

@@ -55,7 +55,7 @@ def make_app(engine: EngineApi, config: Config, stopping: trio.Event) -> App:
         config=config,
         stopping=stopping,
         open_requests=OpenRequests(),
-        metrics=Metrics(engine, ROUTES),
+        metrics=Metrics(engine, ROUTES, config),
         parsing=trio.CapacityLimiter(1),
     )
     for module in (probes, models, generation):

@@ -17,6 +17,7 @@ import attrs
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
 from quart import Request, Response
+from quart import request as current_request
 from quart.utils import encode_headers
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from trioserve.engine.api import EngineApi
     from trioserve.http.metrics import Metrics
     from trioserve.http.open_requests import OpenRequests
+    from trioserve.tracing.record import RequestTrace
+    from trioserve.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class AppContext:
     open_requests: OpenRequests
     metrics: Metrics
     parsing: trio.CapacityLimiter  # threads for large bodies
+    tracer: Tracer | None = None
 
 
 @attrs.define
@@ -57,12 +61,23 @@ class RequestState:
     nursery: trio.Nursery | None = None
     status: int | None = None
     route: str | None = None
+    accepted: bool | None = None  # whether anything was submitted; None: it asks for no text
+    error: Exception | None = None  # that became its answer
+    trace: RequestTrace | None = None
 
 
 class App(QuartTrio):
     """A quart-trio app that carries its context; no globals, any number per process."""
 
     context: AppContext
+
+    async def handle_user_exception(
+        self, error: Exception | BaseExceptionGroup[BaseException]
+    ) -> Any:
+        """Note the error for the metrics, and make an answer of it."""
+        state: RequestState = cast(Any, current_request.scope)["state"]["request"]
+        state.error = error if isinstance(error, Exception) else None
+        return await super().handle_user_exception(error)
 
 
 class RequestConnection(TrioASGIHTTPConnection):
@@ -79,6 +94,10 @@ class RequestConnection(TrioASGIHTTPConnection):
             state = RequestState(self._request_id(), exchange, lifetime)
             shared["request"] = state
             self.scope["state"] = cast(Any, shared)
+            if (tracer := self.app.context.tracer) is not None:
+                state.trace = tracer.begin(
+                    state.id, self.scope["method"], self.scope["path"], self.scope["headers"]
+                )
             lifetime.callback(self._account, state, started)
             request = self._create_request_from_scope(send)
             async with trio.open_nursery() as nursery:
@@ -133,7 +152,14 @@ class RequestConnection(TrioASGIHTTPConnection):
         return secrets.token_hex(12)
 
     def _account(self, state: RequestState, started: float) -> None:
-        self.app.context.metrics.count_request(state.route, state.status)
+        context = self.app.context
+        context.metrics.count_request(state.route, state.status)
+        if state.accepted is False:
+            context.metrics.count_rejection(state.error)
+        if state.trace is not None and context.tracer is not None:
+            model = context.engine.served_names[0]
+            state.trace.end(state.route, state.status, model, state.error)
+            context.tracer.add(state.trace)
         log.debug(
             "%s %s: %s in %.1f ms, request %s",
             self.scope["method"],

@@ -107,13 +107,13 @@ class GenerationService:
         Raises:
             NotReady: the model is not ready, or the server shuts down.
         """
-        context = self.context
+        context, state = self.context, request_state()
+        state.accepted = False
         if context.stopping.is_set():
             raise NotReady("the server is shutting down; send the request to another")
         status = context.engine.status
         if status.phase is not Phase.READY:
             raise NotReady(f"the model is not ready ({status.phase.value}); see /startup")
-        state = request_state()
         opened = state.lifetime.enter_context(context.open_requests.opened(state.id))
         return GenerationCall(self, state, opened)
 
@@ -195,7 +195,16 @@ class GenerationCall:
                 )
                 self._state.lifetime.callback(stream.close)
                 self.streams.append(stream)
-        self._watch = Watch(self._context.metrics, len(self.streams), order.num_prompt_tokens)
+        self._watch = Watch(
+            self._context.metrics,
+            len(self.streams),
+            order.num_prompt_tokens,
+            streams=self.streams,
+            samplings=order.samplings,
+            streamed=bool(self._state.exchange.streams),
+            trace=self._state.trace,
+        )
+        self._state.accepted = True
         self._state.lifetime.callback(self._watch.end)
 
     def _check_num_answers(self, order: Order) -> None:
@@ -293,11 +302,11 @@ def _fitting(sampling: SamplingParams, room: int) -> SamplingParams:
 async def _collect_all(streams: list[RequestStream], watch: Watch) -> list[ChoiceSoFar]:
     """Read all streams to their ends; one after the other, for none waits for its reader."""
     choices = []
-    for stream in streams:
+    for index, stream in enumerate(streams):
         choice = ChoiceSoFar()
         async for delta in stream:
             refuse_abort(delta)
-            watch.delta(delta)
+            watch.delta(delta, index)
             choice.add(delta)
         choices.append(choice)
     return choices

@@ -1,149 +1,224 @@
-"""Prometheus series of one server: its own registry, labels known beforehand.
+"""Prometheus series of one server: what requests were like, written by the HTTP layer.
 
-No label is taken from a request, so the number of series is fixed from the start.
+No label is taken from a request, so the number of series is fixed from the start and a scrape costs
+the same for ever. docs/metrics.md has each series; a test holds it to the code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-import trio
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from werkzeug.exceptions import HTTPException
 
-from trioserve.engine.api import EngineApi, Phase
-from trioserve.ipc.messages import STAGES
+from trioserve.config.schema import Config
+from trioserve.engine.api import EngineApi
+from trioserve.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    ModelNotFound,
+    NotReady,
+    QueueFull,
+    RequestCut,
+    RequestError,
+)
+from trioserve.http.engine_metrics import EngineCollector, ProcessCollector
+from trioserve.series import Counter, Histogram
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "gone")
-FINISHES = ("stop", "length", "error", "timeout", "cut", "gone")
+WHOLE = ("stop", "length")  # the model's own ends
+FINISHES = (*WHOLE, "error", "aborted", "timeout", "cut", "gone")
+REJECTIONS = (
+    *("queue_full", "not_ready", "context_length", "model_not_found", "invalid"),
+    *("timeout", "error", "gone"),
+)
 OTHER_ROUTE = "other"
+CONTENT_TYPE = choose_encoder("")[1]  # for whom does not ask for another
 
-_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_MOMENTS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_REQUEST_S = (*_MOMENTS_S, 30, 60, 120, 300, 600, 1800)
+_TOKEN_S = (0.0001, 0.00025, *_MOMENTS_S, 30)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+# attribute, name, help, bounds
+_HISTOGRAMS = (
+    (
+        "ttft",
+        "time_to_first_token_seconds",
+        "From the submission of a request to the first token of any of its answers.",
+        _REQUEST_S,
+    ),
+    (
+        "itl",
+        "inter_token_seconds",
+        "Between two deliveries of a streamed answer, divided by the tokens of the later.",
+        _TOKEN_S,
+    ),
+    (
+        "tpot",
+        "time_per_output_token_seconds",
+        "Mean time between the tokens of a whole answer of two or more, as the engine saw them.",
+        _TOKEN_S,
+    ),
+    ("e2e", "request_seconds", "From the submission of a request to its end.", _REQUEST_S),
+    ("queue", "request_queue_seconds", "From submission to the first step.", _REQUEST_S),
+    ("prefill", "request_prefill_seconds", "From the first step to the first token.", _REQUEST_S),
+    ("decode", "request_decode_seconds", "From the first token to the last.", _REQUEST_S),
+    (
+        "inference",
+        "request_inference_seconds",
+        "From the first step to the last token.",
+        _REQUEST_S,
+    ),
+    ("prompt_length", "request_prompt_tokens", "Tokens of each prompt accepted.", _TOKENS),
+    ("output_length", "request_generation_tokens", "Tokens delivered of each answer.", _TOKENS),
+    ("params_n", "request_params_n", "Answers asked for to each prompt.", _CHOICES),
+    ("params_max_tokens", "request_params_max_tokens", "max_tokens, where given.", _TOKENS),
+)
+
+_COUNTERS = (
+    ("accepted", "requests_accepted", "Generation requests submitted to the engine."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests."),
+    ("cached_tokens", "prompt_tokens_cached", "Those of them found in the prefix cache."),
+    ("output_tokens", "generation_tokens", "Tokens delivered to clients."),
+    (
+        "connection_failures",
+        "http_connection_failures",
+        "Connections ended by an error of ours.",
+    ),
+)
 
 
 class Metrics:
-    """Counters the HTTP layer writes, and the engine's state read at each scrape."""
+    """What requests were like; the engine's state and the processes' are read at each scrape.
 
-    def __init__(self, engine: EngineApi, routes: list[str]) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "trioserve_http_requests",
-            "Requests answered, by route template and class of status.",
-            ["route", "status"],
-            registry=self.registry,
-        )
-        self._finished = Counter(
-            "trioserve_choices_finished",
-            "Answers ended, by reason.",
-            ["reason"],
-            registry=self.registry,
-        )
-        for route in (*routes, OTHER_ROUTE):
-            for status in STATUS_CLASSES:
-                self._requests.labels(route, status)
-        for reason in FINISHES:
-            self._finished.labels(reason)
-        self._routes = frozenset(routes)
-        self.ttft = self._histogram(
-            "trioserve_time_to_first_token_seconds",
-            "From the request's body to its first token.",
-            _TTFT_BUCKETS,
-        )
-        self.itl = self._histogram(
-            "trioserve_inter_token_seconds",
-            "Between two deliveries of a stream, divided by the tokens of the later.",
-            _ITL_BUCKETS,
-        )
-        self.e2e = self._histogram(
-            "trioserve_request_seconds", "From the request's body to its end.", _E2E_BUCKETS
-        )
-        self.connections = Gauge(
-            "trioserve_http_connections", "Open connections.", registry=self.registry
-        )
-        self.connection_failures = Counter(
-            "trioserve_http_connection_failures",
-            "Connections ended by an error of ours.",
-            registry=self.registry,
-        )
-        self.prompt_tokens = self._counter(
-            "trioserve_prompt_tokens", "Prompt tokens of accepted requests."
-        )
-        self.output_tokens = self._counter(
-            "trioserve_generation_tokens", "Tokens delivered to clients."
-        )
-        self.registry.register(_EngineCollector(engine))
+    Written by the tasks of one server, all in one thread.
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, help, buckets=buckets, registry=self.registry)
+    Attributes:
+        registry: holds all series; more collectors may be added.
+        connections: open ones.
+    """
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(name, help, registry=self.registry)
+    ttft: Histogram
+    itl: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    prompt_length: Histogram
+    output_length: Histogram
+    params_n: Histogram
+    params_max_tokens: Histogram
+    accepted: Counter
+    prompt_tokens: Counter
+    cached_tokens: Counter
+    output_tokens: Counter
+    connection_failures: Counter
+
+    def __init__(self, engine: EngineApi, routes: Sequence[str], config: Config) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.connections = Counter()
+        for attribute, _, _ in _COUNTERS:
+            setattr(self, attribute, Counter())
+        for attribute, _, _, bounds in _HISTOGRAMS:
+            setattr(self, attribute, Histogram(bounds))
+        self._routes = {route: dict.fromkeys(STATUS_CLASSES, 0) for route in (*routes, OTHER_ROUTE)}
+        self._finished = dict.fromkeys(FINISHES, 0)
+        self._rejected = dict.fromkeys(REJECTIONS, 0)
+        self.registry.register(_RequestCollector(self))
+        self.registry.register(EngineCollector(engine, config))
+        self.registry.register(ProcessCollector(engine))
 
     def count_request(self, route: str | None, status: int | None) -> None:
         """Count an answered request; ``status`` is None if the client left before."""
-        label = route if route in self._routes else OTHER_ROUTE
-        status_class = "gone" if status is None else f"{status // 100}xx"
-        self._requests.labels(label, status_class).inc()
+        counts = self._routes.get(route or OTHER_ROUTE) or self._routes[OTHER_ROUTE]
+        counts["gone" if status is None else f"{status // 100}xx"] += 1
 
     def count_finish(self, reason: str) -> None:
         """Count an ended answer; reasons are those of FINISHES."""
-        self._finished.labels(reason if reason in FINISHES else "error").inc()
+        self._finished[reason if reason in FINISHES else "error"] += 1
 
-    def exposition(self) -> bytes:
-        """All series as text."""
-        return generate_latest(self.registry)
+    def count_rejection(self, error: Exception | None) -> None:
+        """Count a generation request that ended with ``error`` before anything was submitted; None
+        where its client left."""
+        self._rejected[rejection(error)] += 1
 
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """All series, and their content type: OpenMetrics if ``accept``, the header of that name,
+        asks for it, else Prometheus' text format."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
-class _EngineCollector(Collector):
-    """The engine's own counters, read when asked."""
-
-    def __init__(self, engine: EngineApi) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._engine.status
-        stats = status.stats
-        phase = GaugeMetricFamily(
-            "trioserve_engine_phase", "1 for the phase the engine is in.", labels=["phase"]
+    def families(self) -> Iterator[Metric]:
+        """The series written here."""
+        requests = CounterMetricFamily(
+            "trioserve_http_requests",
+            "Requests answered, by route template and class of status.",
+            labels=("route", "status"),
         )
-        for candidate in Phase:
-            phase.add_metric([candidate.value], float(candidate is status.phase))
-        yield phase
-        seconds = GaugeMetricFamily(
-            "trioserve_startup_stage_seconds", "Time each start-up stage took.", labels=["stage"]
+        for route, counts in self._routes.items():
+            for status, count in counts.items():
+                requests.add_metric((route, status), count)
+        yield requests
+        yield by_label("requests_rejected", "Refused before submission.", "reason", self._rejected)
+        yield by_label("choices_finished", "Answers ended, by reason.", "reason", self._finished)
+        for attribute, name, help in _COUNTERS:
+            value = getattr(self, attribute).value
+            yield CounterMetricFamily(f"trioserve_{name}", help, value=value)
+        yield GaugeMetricFamily(
+            "trioserve_http_connections", "Open connections.", value=self.connections.value
         )
-        took = {stage.name: stage.seconds or 0.0 for stage in status.stages}
-        for name in STAGES:
-            seconds.add_metric([name], took.get(name, 0.0))
-        yield seconds
-        yield _gauge("ready_seconds", "Start to ready; 0 before.", status.ready_after_s or 0.0)
-        yield _gauge("engine_incarnation", "Worker incarnation.", status.incarnation)
-        yield CounterMetricFamily(
-            "trioserve_engine_restarts", "Workers started after a death.", status.num_restarts
-        )
-        tasks = trio.lowlevel.current_statistics().tasks_living
-        yield _gauge("tasks", "Tasks of the server's event loop.", tasks)
-        yield _gauge("requests_open", "Requests submitted and not ended.", status.num_requests)
-        running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
-        yield _gauge("requests_running", "Sequences in the last step.", running)
-        yield _gauge("requests_waiting", "Sequences waiting for a step.", waiting)
-        used, total = (stats.num_blocks_used, stats.num_blocks) if stats else (0, 0)
-        yield _gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", used / max(total, 1))
-        for name, help, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up.", stats and stats.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found.", stats and stats.prefix_hits),
-            ("preemptions", "Sequences preempted.", stats and stats.num_preemptions),
-            ("prefill_tokens", "Prompt tokens computed.", stats and stats.prompt_tokens),
-            ("sampled_tokens", "Tokens sampled.", stats and stats.output_tokens),
-        ):
-            yield CounterMetricFamily(f"trioserve_{name}", help, value=float(value or 0))
+        for attribute, name, help, _ in _HISTOGRAMS:
+            histogram = getattr(self, attribute)
+            yield HistogramMetricFamily(
+                f"trioserve_{name}", help, histogram.buckets(), histogram.sum
+            )
 
 
-def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"trioserve_{name}", help, value=float(value))
+class _RequestCollector(Collector):
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """The series of Metrics."""
+        return self._metrics.families()
+
+
+def rejection(error: Exception | None) -> str:
+    """Which of REJECTIONS an error stands for."""
+    match error:
+        case None:
+            return "gone"
+        case QueueFull():
+            return "queue_full"
+        case RequestCut() | NotReady():
+            return "not_ready"
+        case ContextLengthExceeded():
+            return "context_length"
+        case ModelNotFound():
+            return "model_not_found"
+        case DeadlineExceeded():
+            return "timeout"
+        case RequestError(status=status) | HTTPException(code=int(status)) if status < 500:
+            return "invalid"
+        case _:
+            return "error"
+
+
+def by_label(name: str, help: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
+    """A counter with one label."""
+    family = CounterMetricFamily(f"trioserve_{name}", help, labels=(label,))
+    for value, count in counts.items():
+        family.add_metric((value,), count)
+    return family

@@ -148,7 +148,7 @@ class EventStream:
 
     def _render(self, event: tuple[int, TextDelta]) -> bytes:
         choice, delta = event
-        self._watch.delta(delta)
+        self._watch.delta(delta, choice)
         data = self._renderer.delta(choice, delta)
         if data:
             self._said_s = self._watch.last_s

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from quart import Response
+from quart import Response, request
 
 import trioserve
 from trioserve.engine.api import EngineStatus, Phase, StageStatus
 from trioserve.http.asgi import App, AppContext
 from trioserve.http.errors import JSON
-from trioserve.http.metrics import CONTENT_TYPE
 
 
 def register(app: App) -> None:
@@ -77,8 +76,10 @@ class ProbeRoutes:
         return _json({"version": trioserve.__version__})
 
     async def metrics(self) -> Response:
-        """All series in Prometheus' text format."""
-        return Response(self._context.metrics.exposition(), content_type=CONTENT_TYPE)
+        """All series in Prometheus' text format, or OpenMetrics for those who accept it."""
+        accept = request.headers.get("Accept", "")
+        text, content_type = self._context.metrics.exposition(accept)
+        return Response(text, content_type=content_type)
 
 
 def _current(status: EngineStatus) -> StageStatus | None:
