@@ -6,7 +6,7 @@
     └ bind                                    sockets before anything heavy
       └ root nursery ── signals               first signal: drain; second: cancel this nursery
         └ open_engine                         phase LOADING at once; the worker lives in here
-          ├ progress · engine end · rates · service manager
+          ├ progress · engine end · rates · service manager · sender of spans
           └ serve_http                        answers from the first moment; returns when drained
 """
 
@@ -31,6 +31,7 @@ from trioserve.loop_watch import LoopMetrics, LoopWatch, watching_loop
 from trioserve.notify import notify_manager
 from trioserve.progress import report_progress
 from trioserve.rates import log_rates
+from trioserve.tracing.tracer import TraceMetrics, open_tracer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -137,14 +138,17 @@ async def serve_on(
             # A third of a second of web framework: after the sockets are bound, and in a thread
             # because the loop follows the worker's start meanwhile.
             serve_http = await trio.to_thread.run_sync(import_serve_http)
-            report = await serve_http(
-                engine,
-                listeners,
-                config,
-                stopping=stopping.event,
-                drain_deadline_s=config.engine.drain_timeout_s,
-                collectors=[LoopMetrics(watch)],
-            )
+            async with open_tracer(config.trace, engine) as tracer:
+                traced = [] if tracer is None else [TraceMetrics(tracer)]
+                report = await serve_http(
+                    engine,
+                    listeners,
+                    config,
+                    stopping=stopping.event,
+                    drain_deadline_s=config.engine.drain_timeout_s,
+                    collectors=[LoopMetrics(watch), *traced],
+                    tracer=tracer,
+                )
         root.cancel_scope.cancel()
         if report.num_cut:
             raise DrainCut(

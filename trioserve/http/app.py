@@ -17,6 +17,7 @@ from trioserve.http.errors import error_response, http_error_response, internal_
 from trioserve.http.metrics import Metrics
 from trioserve.http.open_requests import OpenRequests
 from trioserve.http.routes import generation, models, probes, request_state
+from trioserve.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,16 @@ ROUTES = [
 """Templates of all routes; a test compares them with what is registered."""
 
 
-def make_app(engine: EngineApi, config: Config, stopping: trio.Event) -> App:
+def make_app(
+    engine: EngineApi, config: Config, stopping: trio.Event, *, tracer: Tracer | None = None
+) -> App:
     """Build the app. It holds no global state; must be called inside ``trio.run``.
 
     Args:
         engine: answers the requests.
         config: limits of ``[http]``.
         stopping: once set, generation is refused and connections are closed after each answer.
+        tracer: takes the notes of each request.
     """
     app = App("trioserve", static_folder=None)
     app.url_map.merge_slashes = False  # a redirect for //v1/... helps nobody
@@ -56,6 +60,7 @@ def make_app(engine: EngineApi, config: Config, stopping: trio.Event) -> App:
         stopping=stopping,
         open_requests=OpenRequests(),
         metrics=Metrics(engine, ROUTES, config),
+        tracer=tracer,
         parsing=trio.CapacityLimiter(1),
     )
     for module in (probes, models, generation):

@@ -21,6 +21,7 @@ from trioserve.engine.api import EngineApi
 from trioserve.http.app import make_app
 from trioserve.http.connection import Connection
 from trioserve.http.stream import ClientStream, StreamLike
+from trioserve.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ async def serve_http(
     stopping: trio.Event,
     drain_deadline_s: float,
     collectors: Sequence[Collector] = (),
+    tracer: Tracer | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> DrainReport:
     """Serve until ``stopping`` is set, then drain and return.
@@ -59,12 +61,13 @@ async def serve_http(
     Draining: new generation requests get 503 and every answer closes its connection; probes are
     answered on; requests being answered go on until they end or until ``drain_deadline_s`` after
     ``stopping``, when each gets a final error. The listeners are closed when this returns. Installs
-    no signal handlers. ``collectors`` have further series for ``/metrics``.
+    no signal handlers. ``collectors`` have further series for ``/metrics``; ``tracer`` takes
+    the notes of each request.
 
     Cancellation resets all connections at once.
     """
     try:
-        server = _Server(engine, config, stopping)
+        server = _Server(engine, config, stopping, tracer)
         server.add_metrics(collectors)
         return await server.serve(listeners, drain_deadline_s, task_status)
     finally:
@@ -75,8 +78,10 @@ async def serve_http(
 class _Server:
     """The connections of one ``serve_http``; only its own tasks write here."""
 
-    def __init__(self, engine: EngineApi, config: Config, stopping: trio.Event) -> None:
-        self._app = make_app(engine, config, stopping)
+    def __init__(
+        self, engine: EngineApi, config: Config, stopping: trio.Event, tracer: Tracer | None
+    ) -> None:
+        self._app = make_app(engine, config, stopping, tracer=tracer)
         self._open_requests = self._app.context.open_requests
         self._metrics = self._app.context.metrics
         self._http = config.http
