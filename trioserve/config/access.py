@@ -12,7 +12,10 @@ KEY = re.compile(r"[!-~]+")  # what a header can carry without a doubt
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 
 
-def _api_keys(values: Mapping[str, Any], _: object) -> Faults:
+def _api_keys(values: Mapping[str, Any], origins: Mapping[str, Any]) -> Faults:
+    if not values["http.api_keys"] and origins["http.api_keys"].layer == "env":
+        # Most likely a secret that was not filled in; the server would be open to everybody.
+        yield "http.api_keys", "holds no key; unset the variable to serve without keys"
     for number, key in enumerate(values["http.api_keys"], 1):
         if not KEY.fullmatch(key):
             yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 
@@ -11,9 +12,10 @@ from werkzeug.exceptions import HTTPException
 
 from trioserve.config.schema import Config
 from trioserve.engine.api import EngineApi
-from trioserve.errors import RequestError
+from trioserve.errors import ConfigError, RequestError
 from trioserve.http.asgi import App, AppContext
 from trioserve.http.errors import error_response, http_error_response, internal_error_response
+from trioserve.http.guard import Guard
 from trioserve.http.metrics import Metrics
 from trioserve.http.open_requests import OpenRequests
 from trioserve.http.routes import generation, models, probes, request_state
@@ -37,7 +39,12 @@ ROUTES = [
 
 
 def make_app(
-    engine: EngineApi, config: Config, stopping: trio.Event, *, tracer: Tracer | None = None
+    engine: EngineApi,
+    config: Config,
+    stopping: trio.Event,
+    guard: Guard | None = None,
+    *,
+    tracer: Tracer | None = None,
 ) -> App:
     """Build the app. It holds no global state; must be called inside ``trio.run``.
 
@@ -67,6 +74,10 @@ def make_app(
         module.register(app)
     app.register_error_handler(RequestError, _on_request_error)
     app.register_error_handler(HTTPException, _on_http_error)
+        guard: lets requests pass to their routes; made from the configuration unless given.
+
+    Raises:
+        ConfigError: ``http.open_routes`` names what is no route; as ``Guard.from_config``.
     app.register_error_handler(Exception, _on_bug)
     return app
 
@@ -82,3 +93,16 @@ async def _on_http_error(error: HTTPException) -> Response:
 async def _on_bug(error: Exception) -> Response:
     log.error("request %s failed", request_state().id, exc_info=error)
     return internal_error_response()
+        guard=guard or Guard.from_config(config.http),
+        page=page.PageRoutes.from_config(config.http),
+    _check_open_routes(app)
+def _check_open_routes(app: App) -> None:
+    """Refuse paths in ``http.open_routes`` that open nothing, mostly for a slip in them."""
+    known = sorted(rule.rule for rule in app.url_map.iter_rules() if not rule.arguments)
+    for path in app.context.config.http.open_routes:
+        if path not in known:
+            close = difflib.get_close_matches(path, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ConfigError(f"http.open_routes: there is no route {path!r}; {hint}")
+
+

@@ -22,7 +22,12 @@ from quart.utils import encode_headers
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 
+from trioserve.errors import RequestError
+from trioserve.http.auth import ApiKeys
+from trioserve.http.background import BackgroundTasks
+from trioserve.http.errors import error_response
 from trioserve.http.exchange import Exchange
+from trioserve.http.guard import PASSED, Guard
 from trioserve.http.sse import StreamResponse
 
 if TYPE_CHECKING:
@@ -49,6 +54,8 @@ class AppContext:
     metrics: Metrics
     parsing: trio.CapacityLimiter  # threads for large bodies
     tracer: Tracer | None = None
+    guard: Guard = attrs.field(factory=lambda: Guard(ApiKeys((), None)))
+    page: PageRoutes | None = None
 
 
 @attrs.define
@@ -68,6 +75,17 @@ class RequestState:
 
 class App(QuartTrio):
     """A quart-trio app that carries its context; no globals, any number per process."""
+class NoWebsocket:
+    """Refuses an ASGI websocket, which HTTP/2 can ask for: there is no such route."""
+
+    def __init__(self, app: QuartTrio, scope: Any) -> None:
+        pass
+
+    async def __call__(self, receive: Any, send: Any) -> None:
+        """Answer 403. Cancellation leaves the stream to the connection."""
+        await send({"type": "websocket.close", "code": 1000})
+
+
 
     context: AppContext
 
@@ -110,7 +128,7 @@ class RequestConnection(TrioASGIHTTPConnection):
     ) -> None:
         """Answer and end the call."""
         state: RequestState = cast(Any, request.scope)["state"]["request"]
-        response = cast(Response, await self.app.handle_request(request))
+        response = await self._answer(request)
         state.route = request.url_rule.rule if request.url_rule is not None else None
         state.status = response.status_code
         response.headers["X-Request-Id"] = state.id
@@ -121,6 +139,34 @@ class RequestConnection(TrioASGIHTTPConnection):
 
     async def _send(self, send: Any, response: Response, exchange: Exchange) -> None:
         start = {
+    async def _answer(self, request: Request) -> Response:
+        """The response, once the guard has let the request pass; it is not routed before."""
+        verdict = self.app.context.guard.judge(self.scope)
+        if verdict is PASSED:
+            return cast(Response, await self.app.handle_request(request))
+        if verdict.preflight:
+            response = Response(b"", status=204)
+            del response.headers["Content-Type"]
+        elif verdict.refusal is not None:
+            response = await self._refused(verdict.refusal, request)
+        else:
+            response = cast(Response, await self.app.handle_request(request))
+        for name, value in verdict.headers:
+            response.headers.add(name, value)
+        return response
+
+    async def _refused(self, refusal: RequestError, request: Request) -> Response:
+        from trioserve.http.messages.errors import in_anthropics_shape, is_messages_path
+
+        page = self.app.context.page
+        if page is not None and (form := page.refused(request, refusal)) is not None:
+            return form
+        response = error_response(refusal)
+        if is_messages_path(request.path):
+            state: RequestState = cast(Any, request.scope)["state"]["request"]
+            await in_anthropics_shape(response, state.id)
+        return response
+
             "type": "http.response.start",
             "status": response.status_code,
             "headers": encode_headers(response.headers),
@@ -171,3 +217,4 @@ class RequestConnection(TrioASGIHTTPConnection):
 
 
 App.asgi_http_class = RequestConnection
+App.asgi_websocket_class = cast(Any, NoWebsocket)
