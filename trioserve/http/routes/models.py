@@ -45,5 +45,7 @@ class ModelRoutes:
             "created": self._created,
             "owned_by": "trioserve",
             "root": self._engine.served_names[0],
+            "parent": None,
             "max_model_len": info.max_model_len if info is not None else None,
+            "permission": [],
         }

@@ -19,6 +19,8 @@ def register(app: App) -> None:
     app.add_url_rule("/health/live", view_func=routes.live)
     app.add_url_rule("/health/ready", view_func=routes.ready)
     app.add_url_rule("/health", endpoint="health", view_func=routes.ready)
+    app.add_url_rule("/ping", endpoint="ping", view_func=routes.ready, methods=["GET", "POST"])
+    app.add_url_rule("/load", view_func=routes.load)
     app.add_url_rule("/startup", view_func=routes.startup)
     app.add_url_rule("/version", view_func=routes.version)
     app.add_url_rule("/metrics", view_func=routes.metrics)
@@ -35,22 +37,35 @@ class ProbeRoutes:
         return _json({"status": "live"})
 
     async def ready(self) -> Response:
-        """200 while requests are taken, else 503 with the stage and how far it is."""
+        """200 while requests are taken, else 503 with the phase and what it is waiting for.
+
+        That is the stage and how far it is while a model loads or after it failed, and the
+        requests still being answered while the server drains.
+        """
         status = self._context.engine.status
         draining = self._context.stopping.is_set()
         phase = Phase.DRAINING if draining else status.phase
         if phase is Phase.READY:
-            return _json({"status": phase.value, "model": status.model_name})
-        stage = _current(status)
-        body = {
-            "status": phase.value,
-            "stage": stage.name if stage else None,
-            "fraction": stage.fraction if stage else None,
-            "cause": status.cause,
-        }
-        response = _json(body, 503)
+            body = {"status": phase.value, "model": status.model_name, "paused": status.paused}
+            return _json(body)
+        # Once it drains, the last stage is over and says nothing of what is going on.
+        stage = None if phase in (Phase.DRAINING, Phase.CLOSED) else _current(status)
+        response = _json(
+            {
+                "status": phase.value,
+                "stage": stage.name if stage else None,
+                "fraction": stage.fraction if stage else None,
+                "cause": status.cause,
+                "open_requests": len(self._context.open_requests),
+            },
+            503,
+        )
         response.headers["Retry-After"] = "1"
         return response
+
+    async def load(self) -> Response:
+        """How many requests are being answered or wait."""
+        return _json({"server_load": len(self._context.open_requests)})
 
     async def startup(self) -> Response:
         """All stages with their times, what the engine settled on, and the last failure."""

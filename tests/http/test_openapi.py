@@ -1,0 +1,266 @@
+"""/openapi.json says what the code does: routes, fields, answers, events, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import trio
+from jsonschema import Draft202012Validator
+
+from trioserve.config.schema import Config
+from trioserve.engine.api import Phase
+from trioserve.errors import QueueFull, RequestFailed
+from trioserve.http.app import make_app
+from trioserve.http.errors import InvalidBody
+from trioserve.http.fields import Fields
+from trioserve.http.openapi.document import MODULES, PATHS, path_of
+from trioserve.http.routes.tokenization import parse_detokenize, parse_tokenize
+from trioserve.http.schema import parse_chat, parse_completion
+
+from .client import serving
+from .fake_engine import FakeEngine, FakeStream
+from .openapi_checks import check_answer, document_of
+
+USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+COMPLETION: dict[str, Any] = {"prompt": "a"}
+CHAT: dict[str, Any] = {"messages": USER}
+
+
+def registered(config: Config) -> set[tuple[str, str]]:
+    app = make_app(FakeEngine(), config, trio.Event())
+    return {
+        (path_of(rule.rule), method.lower())
+        for rule in app.url_map.iter_rules()
+        for method in (rule.methods or ())
+        if method not in ("HEAD", "OPTIONS")
+    }
+
+
+def everything_on() -> Config:
+    return Config()
+
+
+async def test_every_route_is_described_and_every_description_has_its_route() -> None:
+    described = {(path, method) for path, methods in PATHS.items() for method in methods}
+    assert registered(everything_on()) == described
+
+
+async def test_only_what_is_registered_is_told() -> None:
+    async with serving() as served:
+        document = await document_of(served)
+    told = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert told == registered(Config())
+
+
+async def test_document_is_well_formed() -> None:
+    async with serving() as served:
+        document = await document_of(served)
+    assert document["openapi"].startswith("3.1.")
+    names = [op["operationId"] for ops in document["paths"].values() for op in ops.values()]
+    assert len(set(names)) == len(names)
+    schemas = document["components"]["schemas"]
+    for name, schema in schemas.items():
+        Draft202012Validator.check_schema(schema)
+        assert re.fullmatch(r"[A-Z][A-Za-z]*", name)
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references == set(schemas)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            given = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+            assert given == set(re.findall(r"\{(\w+)\}", path))
+            assert all("description" in answer for answer in operation["responses"].values())
+
+
+def test_no_name_is_described_twice() -> None:
+    for kind in ("PATHS", "SCHEMAS"):
+        names = [name for module in MODULES for name in getattr(module, kind)]
+        assert len(set(names)) == len(names)
+
+
+# ------------------------------------------------------------------------ fields of bodies
+
+
+def documented(document: dict[str, Any], schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields, through references and choices but not into arrays."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        yield from documented(document, document["components"]["schemas"][name], prefix)
+    for choice in schema.get("anyOf", ()):
+        yield from documented(document, choice, prefix)
+    for name, field in schema.get("properties", {}).items():
+        yield prefix + name
+        yield from documented(document, field, f"{prefix}{name}.")
+
+
+def fields_read(parse: Callable[[bytes], Any], body: dict[str, Any]) -> tuple[set[str], list[str]]:
+    """Names of the fields a parser asked for, and those it left."""
+    read: set[str] = set()
+    left: list[str] = []
+    value = Fields.value
+
+    def recorded(self: Fields, name: str) -> Any:
+        read.add(re.sub(r"\[\d+\]", "", self.path(name)))
+        return value(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fields, "value", recorded)
+        try:
+            left = list(parse(json.dumps(body).encode()).ignored)
+        except InvalidBody as error:
+            raise AssertionError(error) from error
+    return read, left
+
+
+BODIES: dict[str, tuple[Callable[[bytes], Any], list[dict[str, Any]]]] = {
+    "/v1/completions": (
+        parse_completion,
+        [COMPLETION | {"stream": True, "stream_options": {"include_usage": True}}],
+    ),
+    "/v1/chat/completions": (
+        parse_chat,
+        [CHAT | {"stream": True, "stream_options": {"include_usage": True}}],
+    ),
+    "/tokenize": (parse_tokenize, [COMPLETION, CHAT]),
+    "/detokenize": (parse_detokenize, [{"tokens": [1]}]),
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_api_15_fields_of_bodies_are_those_that_are_read(path: str) -> None:
+    async with serving() as served:
+        document = await document_of(served)
+    media = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    described = set(documented(document, media["schema"]))
+    parse, bodies = BODIES[path]
+    outer = {name for name in described if "." not in name}
+    read: set[str] = set()
+    lefts: list[set[str]] = []
+    for body in bodies:
+        fields, left = fields_read(parse, dict.fromkeys(outer) | body)
+        read |= fields
+        lefts.append(set(left))
+    assert set.intersection(*lefts) == set(), "described, but not read"
+    assert {name for name in read if "." not in name} == outer
+    inner = {name for name in read if "." in name and not name.startswith("messages.")}
+    objects = {name.partition(".")[0] for name in inner}
+    assert inner == {name for name in described - outer if name.partition(".")[0] in objects}
+
+
+# ------------------------------------------------------------------------------- answers
+
+
+async def test_whole_answers() -> None:
+    async with serving() as served:
+        document = await document_of(served)
+        for path, fields in (
+            ("/v1/completions", COMPLETION),
+            ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 2}),
+            ("/v1/completions", COMPLETION | {"echo": True, "max_tokens": 3}),
+            ("/v1/chat/completions", CHAT),
+            ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2}),
+            ("/tokenize", COMPLETION),
+            ("/tokenize", CHAT | {"return_token_strs": True}),
+            ("/detokenize", {"tokens": [104, 105]}),
+        ):
+            answer = await served.call("POST", path, fields)
+            assert answer.status == 200, answer.body
+            check_answer(document, "POST", path, answer)
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+async def test_streamed_answers(options: Any) -> None:
+    async with serving() as served:
+        document = await document_of(served)
+        for path, fields in (
+            ("/v1/completions", COMPLETION | {"n": 2, "logprobs": 2}),
+            ("/v1/completions", COMPLETION | {"echo": True}),
+            ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 1}),
+            ("/v1/chat/completions", CHAT),
+        ):
+            fields = fields | {"stream": True, "stream_options": options}
+            answer = await served.call("POST", path, fields)
+            assert answer.events[-1] == "[DONE]"
+            check_answer(document, "POST", path, answer)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+async def test_everything_that_can_be_asked_for(phase: Phase) -> None:
+    engine = FakeEngine(phase=phase)
+    engine.cause = "the worker died" if phase is Phase.FAILED else None
+    async with serving(engine) as served:
+        document = await document_of(served)
+        for path, operations in document["paths"].items():
+            if "get" in operations:
+                asked = path.replace("{name}", "fake")
+                check_answer(document, "GET", asked, await served.call("GET", asked))
+
+
+async def test_draining() -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine) as served:
+        document = await document_of(served)
+        running = await served.connect()
+        await running.send("POST", "/v1/completions", COMPLETION | {"stream": True})
+        await engine.submitted()
+        served.stopping.set()
+        answer = await served.call("GET", "/health/ready")
+        check_answer(document, "GET", "/health/ready", answer)
+        assert answer.json["status"] == "draining"
+        assert answer.json["stage"] is None
+        assert answer.json["open_requests"] == 1
+        load = await served.call("GET", "/load")
+        assert load.json == {"server_load": 1}
+        engine.streams[0].say("a", finish="stop")
+        await running.answer()
+
+
+async def test_errors() -> None:
+    def script(stream: FakeStream) -> None:
+        stream.fail(RequestFailed("the worker died"))
+
+    engine = FakeEngine(script=script)
+    async with serving(engine, max_body_bytes=1000) as served:
+        document = await document_of(served)
+
+        async def check(status: int, path: str, body: Any, **headers: str) -> None:
+            answer = await served.call("POST", path, body, **headers)
+            assert answer.status == status
+            check_answer(document, "POST", path, answer)
+            assert answer.json["error"]["code"]
+
+        for path, body in (
+            ("/v1/completions", COMPLETION),
+            ("/v1/chat/completions", CHAT),
+            ("/tokenize", COMPLETION),
+            ("/detokenize", {"tokens": [1]}),
+        ):
+            await check(400, path, body | {"model": 1})
+            await check(400, path, b"{")
+            await check(404, path, body | {"model": "gpt-5"})
+            await check(413, path, b" " * 2000)
+            await check(415, path, body, Content_Type="text/plain")
+            engine.phase = Phase.LOADING
+            await check(503, path, body)
+            engine.phase = Phase.READY
+            if path.startswith("/v1"):
+                await check(500, path, body)
+                engine.refuse = QueueFull("full")
+                await check(429, path, body)
+                engine.refuse = None
+
+
+async def test_failed_streams() -> None:
+    def script(stream: FakeStream) -> None:
+        stream.say("a")
+        stream.fail(RequestFailed("the worker died"))
+
+    async with serving(FakeEngine(script=script)) as served:
+        document = await document_of(served)
+        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+            answer = await served.call("POST", path, body | {"stream": True})
+            assert answer.events[-1]["error"]["message"] == "the worker died"
+            check_answer(document, "POST", path, answer)

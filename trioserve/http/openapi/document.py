@@ -1,0 +1,130 @@
+"""Puts the document together: what is described, as far as it is registered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+from typing import Any
+
+import trioserve
+from trioserve.http.openapi import generation, service, tokenization
+from trioserve.http.openapi.shapes import ERROR, ERRORS, JSON, Schema, json_answer, ref
+
+MODULES = (generation, tokenization, service)
+PATHS: dict[str, dict[str, Any]] = {
+    path: operations for module in MODULES for path, operations in module.PATHS.items()
+}
+SCHEMAS: dict[str, Schema] = {
+    name: schema for module in MODULES for name, schema in module.SCHEMAS.items()
+}
+
+TAGS = {
+    "Generation": "Text from a model.",
+    "Tokens": "Texts as token ids, and back.",
+    "Models": "What is served.",
+    "Service": "How the server is and what it does.",
+}
+DESCRIPTION = """\
+A server for large language models that speaks the OpenAI API.
+
+In a request's body null stands for an absent field. A field that is unknown is not silently
+dropped: the header `X-Trioserve-Ignored-Fields` names it. Every answer has an `X-Request-Id`, the
+request's own or a fresh one. HEAD is answered wherever GET is, OPTIONS everywhere.
+"""
+_KEY = "One of the keys of `http.api_keys` or `http.api_keys_file`"
+SECURITY_SCHEMES = {
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": f"{_KEY}, as `Authorization: Bearer KEY`.",
+    },
+    "header": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": f"{_KEY}, as `x-api-key: KEY`.",
+    },
+}
+_REFERENCE = "#/components/schemas/"
+
+
+def path_of(rule: str) -> str:
+    """A route's template as OpenAPI writes it."""
+    return re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", rule)
+
+
+def build(
+    routes: Iterable[tuple[str, Iterable[str]]], *, open_paths: Container[str] | None = None
+) -> dict[str, Any]:
+    """The document of a server.
+
+    Args:
+        routes: templates and methods of what is registered; what is not described here, and what
+            is described but not registered, is left out.
+        open_paths: what is answered without an API key; None where no key is asked for.
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    for rule, methods in sorted(routes):
+        path = path_of(rule)
+        wanted = {method.lower() for method in methods}
+        for method, operation in PATHS.get(path, {}).items():
+            if method in wanted:
+                guarded = open_paths is not None and rule not in open_paths
+                paths.setdefault(path, {})[method] = _guarded(method, operation, guarded)
+    used = {op["tags"][0] for operations in paths.values() for op in operations.values()}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "trioserve",
+            "version": trioserve.__version__,
+            "description": DESCRIPTION,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "tags": [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used],
+        "paths": paths,
+        "components": {"schemas": _referenced(paths)},
+    }
+    if open_paths is not None:
+        document["components"]["securitySchemes"] = SECURITY_SCHEMES
+    return document
+
+
+def _guarded(method: str, operation: dict[str, Any], needs_key: bool) -> dict[str, Any]:
+    """The operation with what the guard before it may answer."""
+    errors = [] if method == "get" else [403]
+    made = dict(operation)
+    if needs_key:
+        errors = [401]
+        made["security"] = [{name: []} for name in SECURITY_SCHEMES]
+    guarded = {str(status): json_answer(ERRORS[status], _error_of(operation)) for status in errors}
+    made["responses"] = dict(sorted((guarded | operation["responses"]).items()))
+    return made
+
+
+def _error_of(operation: dict[str, Any]) -> Schema:
+    """The schema of an operation's errors."""
+    for status, response in operation["responses"].items():
+        schema: Schema = response.get("content", {}).get(JSON, {}).get("schema", {})
+        if status >= "400" and schema.get("$ref", "").endswith("Error"):
+            return schema
+    return ref(ERROR)
+
+
+def _referenced(paths: dict[str, Any]) -> dict[str, Schema]:
+    """The schemas that are used, directly or by others."""
+    found: set[str] = set()
+    pending: list[Any] = [paths]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            reference = value.get("$ref")
+            if isinstance(reference, str):
+                name = reference.removeprefix(_REFERENCE)
+                if name not in found:
+                    found.add(name)
+                    pending.append(SCHEMAS[name])
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+    return {name: schema for name, schema in SCHEMAS.items() if name in found}

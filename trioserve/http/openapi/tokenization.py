@@ -1,0 +1,93 @@
+"""Description of ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trioserve.http.openapi.shapes import (
+    GENERATION_ERRORS,
+    Schema,
+    array,
+    body,
+    boolean,
+    free,
+    integer,
+    json_answer,
+    nullable,
+    obj,
+    one_of,
+    operation,
+    ref,
+    string,
+)
+from trioserve.http.routes.tokenization import MAX_TOKENS
+from trioserve.http.schema import MAX_MESSAGES
+
+MODEL = string("A served name; empty or absent: the one served.")
+ERRORS = tuple(status for status in GENERATION_ERRORS if status != 429)
+_TEXTS = boolean("Answer with the tokens as the vocabulary writes them as well.", default=False)
+
+SCHEMAS: dict[str, Schema] = {
+    "TokenizeRequest": one_of(
+        body(
+            {"prompt": string("The text.")},
+            {
+                "model": MODEL,
+                "add_special_tokens": boolean("As the model's tokenizer does.", default=True),
+                "return_token_strs": _TEXTS,
+                "messages": {"type": "null"},
+            },
+            "A text.",
+        ),
+        body(
+            {"messages": array(ref("Message"), minItems=1, maxItems=MAX_MESSAGES)},
+            {
+                "model": MODEL,
+                "add_special_tokens": boolean("Besides those of the template.", default=False),
+                "return_token_strs": _TEXTS,
+                "add_generation_prompt": boolean("Begin the answer's message.", default=True),
+                "continue_final_message": boolean(
+                    "Leave the last message open; excludes `add_generation_prompt`.",
+                    default=False,
+                ),
+                "chat_template_kwargs": free("Variables for the chat template."),
+                "prompt": {"type": "null"},
+            },
+            "A chat, as the model gets it.",
+        ),
+    ),
+    "Tokens": obj(
+        {
+            "count": integer(low=0),
+            "max_model_len": integer("Longest sequence, in tokens.", 1),
+            "tokens": array(integer(low=0)),
+            "token_strs": nullable(array(string(), "If they were asked for.")),
+        }
+    ),
+    "DetokenizeRequest": body(
+        {"tokens": array(integer(low=0), maxItems=MAX_TOKENS)}, {"model": MODEL}
+    ),
+}
+
+PATHS: dict[str, dict[str, Any]] = {
+    "/tokenize": {
+        "post": operation(
+            "tokenize",
+            "Tokens",
+            "The token ids of a text or a chat",
+            {200: json_answer("The tokens.", ref("Tokens"))},
+            body=ref("TokenizeRequest"),
+            errors=ERRORS,
+        )
+    },
+    "/detokenize": {
+        "post": operation(
+            "detokenize",
+            "Tokens",
+            "The text of token ids",
+            {200: json_answer("The text.", obj({"prompt": string()}))},
+            body=ref("DetokenizeRequest"),
+            errors=ERRORS,
+        )
+    },
+}

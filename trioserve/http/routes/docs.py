@@ -1,0 +1,63 @@
+"""``/openapi.json`` and ``/docs``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import orjson
+from quart import Response
+
+from trioserve.http.asgi import App
+from trioserve.http.errors import JSON
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def register(app: App) -> None:
+    """Add the routes, unless `http.docs` is off."""
+    if app.context.config.http.docs:
+        routes = DocRoutes(app)
+        app.add_url_rule("/openapi.json", view_func=routes.document)
+        app.add_url_rule("/docs", view_func=routes.page)
+
+
+class DocRoutes:
+    """Handlers of one app. What is told is made once, at the first question for it."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def document(self) -> Response:
+        """The routes that are registered, as OpenAPI 3.1."""
+        return Response(self._document_bytes, content_type=JSON)
+
+    async def page(self) -> Response:
+        """The same to read."""
+        return Response(
+            self._page_bytes, content_type="text/html; charset=utf-8", headers=PAGE_HEADERS
+        )
+
+    @functools.cached_property
+    def _document(self) -> dict[str, Any]:
+        # Most servers are never asked.
+        from trioserve.http.openapi.document import build
+
+        rules = self._app.url_map.iter_rules()
+        return build(
+            ((rule.rule, rule.methods or ()) for rule in rules),
+            open_paths=self._app.context.guard.open_paths,
+        )
+
+    @functools.cached_property
+    def _document_bytes(self) -> bytes:
+        return orjson.dumps(self._document)
+
+    @functools.cached_property
+    def _page_bytes(self) -> bytes:
+        from trioserve.http.openapi.page import render
+
+        return render(self._document).encode()

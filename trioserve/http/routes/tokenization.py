@@ -1,0 +1,164 @@
+"""``/tokenize`` and ``/detokenize``, in the shapes of vLLM."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, ClassVar
+
+import attrs
+import orjson
+import trio
+from quart import Response
+
+from trioserve.http.asgi import App
+from trioserve.http.fields import Fields, decode_object
+from trioserve.http.generation import GenerationService
+from trioserve.http.schema import read_messages
+
+MAX_TOKENS = 1_000_000  # to detokenize at once
+TEXTS_AT_ONCE = 4096  # tokens looked up between two turns of the loop
+
+
+@attrs.frozen(kw_only=True)
+class TokenRequest:
+    """What both bodies have in common: neither is a stream or has deadlines of its own."""
+
+    stream: ClassVar[bool] = False
+    timeout_s: ClassVar[float] = math.inf
+    queue_timeout_s: ClassVar[float] = math.inf
+
+    model: str
+    ignored: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True)
+class TokenizeRequest(TokenRequest):
+    """Body of ``/tokenize``: a prompt, or a chat where ``messages`` is not None."""
+
+    prompt: str
+    messages: list[dict[str, Any]] | None
+    add_special_tokens: bool
+    return_token_strs: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: dict[str, Any] | None
+
+
+@attrs.frozen(kw_only=True)
+class DetokenizeRequest(TokenRequest):
+    """Body of ``/detokenize``."""
+
+    tokens: list[int]
+
+
+def parse_tokenize(raw: bytes) -> TokenizeRequest:
+    """Decode and check a body of ``/tokenize``.
+
+    Raises:
+        InvalidBody: listing all faults with their paths.
+    """
+    fields = Fields(decode_object(raw))
+    prompt, chat = fields.value("prompt"), fields.value("messages") is not None
+    if chat and prompt is not None:
+        fields.fault("messages", "and prompt are both given; give one of them")
+    elif not chat and prompt is None:
+        fields.fault("prompt", "is missing; give a string, or messages in its place")
+    messages = read_messages(fields) if chat else None
+    add_generation_prompt = open_end = False
+    kwargs = None
+    if chat:
+        open_end = fields.boolean("continue_final_message")
+        add_generation_prompt = fields.boolean("add_generation_prompt", not open_end)
+        kwargs = fields.object("chat_template_kwargs")
+        if open_end and add_generation_prompt:
+            fields.fault("continue_final_message", "contradicts add_generation_prompt")
+    request: dict[str, Any] = {
+        "model": fields.string("model"),
+        "prompt": fields.string("prompt"),
+        "add_special_tokens": fields.boolean("add_special_tokens", not chat),
+        "return_token_strs": fields.boolean("return_token_strs"),
+    }
+    fields.raise_faults()
+    return TokenizeRequest(
+        messages=messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=open_end,
+        template_kwargs=kwargs.body if kwargs is not None else None,
+        ignored=tuple(fields.unread()),
+        **request,
+    )
+
+
+def parse_detokenize(raw: bytes) -> DetokenizeRequest:
+    """Decode and check a body of ``/detokenize``.
+
+    Raises:
+        InvalidBody: listing all faults with their paths.
+    """
+    fields = Fields(decode_object(raw))
+    if fields.value("tokens") is None:
+        fields.fault("tokens", "is missing; give an array of token ids")
+    tokens = list(fields.integers("tokens", max_items=MAX_TOKENS))
+    model = fields.string("model")
+    fields.raise_faults()
+    return DetokenizeRequest(model=model, tokens=tokens, ignored=tuple(fields.unread()))
+
+
+def register(app: App) -> None:
+    """Add the routes."""
+    routes = TokenRoutes(GenerationService(app.context))
+    app.add_url_rule("/tokenize", view_func=routes.tokenize, methods=["POST"])
+    app.add_url_rule("/detokenize", view_func=routes.detokenize, methods=["POST"])
+
+
+class TokenRoutes:
+    """Handlers of one app."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+        self._engine = service.context.engine
+
+    async def tokenize(self) -> Response:
+        """The token ids of a text, or of a chat as the model gets it."""
+        call = self._service.open()
+        body = await call.read(parse_tokenize)
+        tokens = await call.run(functools.partial(self._encode, body))
+        texts = None
+        if body.return_token_strs:
+            texts = await call.run(functools.partial(self._texts, tokens))
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self._engine.max_model_len,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
+        return call.respond(orjson.dumps(answer))
+
+    async def detokenize(self) -> Response:
+        """The text of token ids."""
+        call = self._service.open()
+        body = await call.read(parse_detokenize)
+        prompt = await call.run(functools.partial(self._engine.decode, body.tokens))
+        return call.respond(orjson.dumps({"prompt": prompt}))
+
+    async def _encode(self, body: TokenizeRequest) -> list[int]:
+        if body.messages is None:
+            return await self._engine.encode_prompt(
+                body.prompt, add_special_tokens=body.add_special_tokens
+            )
+        return await self._engine.render_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens,
+            template_kwargs=body.template_kwargs,
+        )
+
+    async def _texts(self, tokens: list[int]) -> list[str]:
+        """The tokens as the vocabulary writes them. Cancellation leaves nothing behind."""
+        texts: list[str] = []
+        for start in range(0, len(tokens), TEXTS_AT_ONCE):
+            texts += map(self._engine.token_text, tokens[start : start + TEXTS_AT_ONCE])
+            await trio.lowlevel.checkpoint()
+        return texts
