@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trioserve.engine.api import EngineApi
     from trioserve.http.metrics import Metrics
     from trioserve.http.open_requests import OpenRequests
+    from trioserve.http.routes.page import PageRoutes
     from trioserve.tracing.record import RequestTrace
     from trioserve.tracing.tracer import Tracer
 
@@ -53,9 +54,10 @@ class AppContext:
     open_requests: OpenRequests
     metrics: Metrics
     parsing: trio.CapacityLimiter  # threads for large bodies
-    tracer: Tracer | None = None
     guard: Guard = attrs.field(factory=lambda: Guard(ApiKeys((), None)))
     page: PageRoutes | None = None
+    tracer: Tracer | None = None
+    background: BackgroundTasks = attrs.field(factory=BackgroundTasks)
 
 
 @attrs.define
@@ -73,8 +75,6 @@ class RequestState:
     trace: RequestTrace | None = None
 
 
-class App(QuartTrio):
-    """A quart-trio app that carries its context; no globals, any number per process."""
 class NoWebsocket:
     """Refuses an ASGI websocket, which HTTP/2 can ask for: there is no such route."""
 
@@ -86,6 +86,8 @@ class NoWebsocket:
         await send({"type": "websocket.close", "code": 1000})
 
 
+class App(QuartTrio):
+    """A quart-trio app that carries its context; no globals, any number per process."""
 
     context: AppContext
 
@@ -137,8 +139,6 @@ class RequestConnection(TrioASGIHTTPConnection):
         await self._send(send, response, state.exchange)
         nursery.cancel_scope.cancel()
 
-    async def _send(self, send: Any, response: Response, exchange: Exchange) -> None:
-        start = {
     async def _answer(self, request: Request) -> Response:
         """The response, once the guard has let the request pass; it is not routed before."""
         verdict = self.app.context.guard.judge(self.scope)
@@ -167,6 +167,8 @@ class RequestConnection(TrioASGIHTTPConnection):
             await in_anthropics_shape(response, state.id)
         return response
 
+    async def _send(self, send: Any, response: Response, exchange: Exchange) -> None:
+        start = {
             "type": "http.response.start",
             "status": response.status_code,
             "headers": encode_headers(response.headers),
