@@ -18,21 +18,42 @@ from trioserve.http.errors import error_response, http_error_response, internal_
 from trioserve.http.guard import Guard
 from trioserve.http.metrics import Metrics
 from trioserve.http.open_requests import OpenRequests
-from trioserve.http.routes import generation, models, probes, request_state
+from trioserve.http.routes import (
+    docs,
+    generation,
+    models,
+    page,
+    probes,
+    request_state,
+    tokenization,
+)
 from trioserve.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
 ROUTES = [
+    "/",
+    "/detokenize",
+    "/docs",
     "/health",
     "/health/live",
     "/health/ready",
+    "/load",
     "/metrics",
+    "/openapi.json",
+    "/ping",
     "/startup",
+    "/tokenize",
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/<path:name>",
+    "/v1/responses",
+    "/v1/responses/<response_id>",
+    "/v1/responses/<response_id>/cancel",
+    "/v1/responses/<response_id>/input_items",
     "/version",
 ]
 """Templates of all routes; a test compares them with what is registered."""
@@ -53,6 +74,10 @@ def make_app(
         config: limits of ``[http]``.
         stopping: once set, generation is refused and connections are closed after each answer.
         tracer: takes the notes of each request.
+        guard: lets requests pass to their routes; made from the configuration unless given.
+
+    Raises:
+        ConfigError: ``http.open_routes`` names what is no route; as ``Guard.from_config``.
     """
     app = App("trioserve", static_folder=None)
     app.url_map.merge_slashes = False  # a redirect for //v1/... helps nobody
@@ -69,17 +94,26 @@ def make_app(
         metrics=Metrics(engine, ROUTES, config),
         tracer=tracer,
         parsing=trio.CapacityLimiter(1),
+        guard=guard or Guard.from_config(config.http),
+        page=page.PageRoutes.from_config(config.http),
     )
-    for module in (probes, models, generation):
+    for module in (probes, models, generation, tokenization, docs, page):
         module.register(app)
+    _check_open_routes(app)
     app.register_error_handler(RequestError, _on_request_error)
     app.register_error_handler(HTTPException, _on_http_error)
-        guard: lets requests pass to their routes; made from the configuration unless given.
-
-    Raises:
-        ConfigError: ``http.open_routes`` names what is no route; as ``Guard.from_config``.
     app.register_error_handler(Exception, _on_bug)
     return app
+
+
+def _check_open_routes(app: App) -> None:
+    """Refuse paths in ``http.open_routes`` that open nothing, mostly for a slip in them."""
+    known = sorted(rule.rule for rule in app.url_map.iter_rules() if not rule.arguments)
+    for path in app.context.config.http.open_routes:
+        if path not in known:
+            close = difflib.get_close_matches(path, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ConfigError(f"http.open_routes: there is no route {path!r}; {hint}")
 
 
 async def _on_request_error(error: RequestError) -> Response:
@@ -93,16 +127,3 @@ async def _on_http_error(error: HTTPException) -> Response:
 async def _on_bug(error: Exception) -> Response:
     log.error("request %s failed", request_state().id, exc_info=error)
     return internal_error_response()
-        guard=guard or Guard.from_config(config.http),
-        page=page.PageRoutes.from_config(config.http),
-    _check_open_routes(app)
-def _check_open_routes(app: App) -> None:
-    """Refuse paths in ``http.open_routes`` that open nothing, mostly for a slip in them."""
-    known = sorted(rule.rule for rule in app.url_map.iter_rules() if not rule.arguments)
-    for path in app.context.config.http.open_routes:
-        if path not in known:
-            close = difflib.get_close_matches(path, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ConfigError(f"http.open_routes: there is no route {path!r}; {hint}")
-
-
