@@ -104,6 +104,7 @@ class _Server:
         task_status: trio.TaskStatus[None],
     ) -> DrainReport:
         async with trio.open_nursery() as connections:
+            await connections.start(self._app.context.background.run)
             try:
                 async with trio.open_nursery() as acceptors:
                     for listener in listeners:
