@@ -7,7 +7,7 @@ import logging
 import math
 
 import trio
-from quart import Response
+from quart import Response, request
 from werkzeug.exceptions import HTTPException
 
 from trioserve.config.schema import Config
@@ -16,15 +16,18 @@ from trioserve.errors import ConfigError, RequestError
 from trioserve.http.asgi import App, AppContext
 from trioserve.http.errors import error_response, http_error_response, internal_error_response
 from trioserve.http.guard import Guard
+from trioserve.http.messages.errors import in_anthropics_shape, is_messages_path
 from trioserve.http.metrics import Metrics
 from trioserve.http.open_requests import OpenRequests
 from trioserve.http.routes import (
     docs,
     generation,
+    messages,
     models,
     page,
     probes,
     request_state,
+    responses,
     tokenization,
 )
 from trioserve.tracing.tracer import Tracer
@@ -97,7 +100,7 @@ def make_app(
         guard=guard or Guard.from_config(config.http),
         page=page.PageRoutes.from_config(config.http),
     )
-    for module in (probes, models, generation, tokenization, docs, page):
+    for module in (probes, models, generation, responses, messages, tokenization, docs, page):
         module.register(app)
     _check_open_routes(app)
     app.register_error_handler(RequestError, _on_request_error)
@@ -116,14 +119,20 @@ def _check_open_routes(app: App) -> None:
             raise ConfigError(f"http.open_routes: there is no route {path!r}; {hint}")
 
 
+async def _shaped(response: Response) -> Response:
+    if not is_messages_path(request.path):
+        return response
+    return await in_anthropics_shape(response, request_state().id)
+
+
 async def _on_request_error(error: RequestError) -> Response:
-    return error_response(error)
+    return await _shaped(error_response(error))
 
 
 async def _on_http_error(error: HTTPException) -> Response:
-    return http_error_response(error)
+    return await _shaped(http_error_response(error))
 
 
 async def _on_bug(error: Exception) -> Response:
     log.error("request %s failed", request_state().id, exc_info=error)
-    return internal_error_response()
+    return await _shaped(internal_error_response())

@@ -51,6 +51,7 @@ class Body(Protocol):
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
+R = TypeVar("R", bound=Response)
 
 
 @attrs.frozen(kw_only=True)
@@ -253,7 +254,7 @@ class GenerationCall:
         """The response with a whole answer: ``body`` is JSON."""
         return self._finished(Response(body, content_type=JSON))
 
-    async def stream(self, renderer: Renderer) -> Response:
+    async def stream(self, renderer: Renderer) -> StreamResponse:
         """The response whose events ``renderer`` makes.
 
         Waits for the first delta, so that an early failure has a status of its own. Silence for a
@@ -285,7 +286,7 @@ class GenerationCall:
         )
         return self._finished(StreamResponse(events, headers=HEADERS))
 
-    def _finished(self, response: Response) -> Response:
+    def _finished(self, response: R) -> R:
         if self._ignored:
             response.headers["X-Trioserve-Ignored-Fields"] = printable_names(self._ignored)
         return response

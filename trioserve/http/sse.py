@@ -27,10 +27,17 @@ COMMENT = b": still here\n\n"
 PROBES_S = (0.05, 0.2, 0.5)  # pauses between the first writes after a client ended its sending
 
 
-class StreamResponse(Response):
-    """The response whose body is an EventStream; the ASGI connection has it written."""
+class Events(Protocol):
+    """A body that is written piece by piece."""
 
-    def __init__(self, stream: EventStream, **extra: Any) -> None:
+    async def send_to(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write all of it. Cancellation ends it where it is."""
+
+
+class StreamResponse(Response):
+    """The response whose body are events; the ASGI connection has them written."""
+
+    def __init__(self, stream: Events, **extra: Any) -> None:
         super().__init__(**extra)
         self.stream = stream
 

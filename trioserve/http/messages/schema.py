@@ -32,10 +32,6 @@ class PromptRequest:
         ignored: names of unknown fields.
     """
 
-    stream: ClassVar[bool] = False
-    timeout_s: ClassVar[float] = math.inf
-    queue_timeout_s: ClassVar[float] = math.inf
-
     model: str
     messages: list[dict[str, Any]]
     prefill: bool
@@ -58,6 +54,10 @@ class MessagesRequest(PromptRequest):
 @attrs.frozen(kw_only=True)
 class CountRequest(PromptRequest):
     """Body of ``/v1/messages/count_tokens``."""
+
+    stream: ClassVar[bool] = False
+    timeout_s: ClassVar[float] = math.inf
+    queue_timeout_s: ClassVar[float] = math.inf
 
 
 def parse_messages(raw: bytes) -> MessagesRequest:

@@ -161,19 +161,22 @@ class ResponseRoutes:
 
     async def retrieve(self, response_id: str) -> Response:
         """One response as it is now, or its events from one on."""
-        streamed = _flag("stream")
-        first = _number("starting_after", -1) + 1
+        if _flag("stream"):
+            return self._follow(self._events(response_id), _number("starting_after", -1) + 1)
         run = self._background.get(response_id)
-        kept = self._store.get(response_id) if run is None else None
-        if not streamed:
-            return _json(run.snapshot() if run is not None else orjson.loads(kept.raw))
-        events = run.log if run is not None else EventLog.of(kept)
+        if run is not None:
+            return _json(run.snapshot())
+        return Response(self._store.get(response_id).raw, content_type=JSON)
+
+    def _events(self, id: str) -> EventLog:
+        run = self._background.get(id)
+        events = run.log if run is not None else EventLog.of(self._store.get(id))
         if events is None:
             raise InvalidRequest(
                 "the response was not made with background and stream, so its events are not kept",
                 param="stream",
             )
-        return self._follow(events, first)
+        return events
 
     def _follow(self, events: EventLog, first: int) -> Response:
         request_state().exchange.declare(streams=True)
