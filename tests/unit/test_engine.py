@@ -1,148 +1,50 @@
-"""The engine against a worker that is played by the test, over memory streams."""
+"""The engine against a worker that is played by the test: its life."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
-import trioserve
-from trioserve.config.schema import Config
 from trioserve.engine.api import Phase
 from trioserve.engine.engine import Engine
-from trioserve.engine.supervisor import as_config, open_engine
+from trioserve.engine.supervisor import open_engine
 from trioserve.errors import (
-    ContextLengthExceeded,
     EngineDied,
     InvalidRequest,
     NotReady,
-    QueueFull,
-    RequestCut,
     RequestFailed,
     StartupError,
     WorkerDied,
     WorkerStalled,
 )
-from trioserve.ipc.fake import FakeWorker, fake_endpoints
+from trioserve.ipc.fake import FakeWorker
 from trioserve.ipc.messages import (
-    PROTOCOL,
     Abort,
-    Check,
-    Checked,
-    Command,
     Delta,
-    Event,
     Fatal,
-    Hello,
     Init,
-    Ready,
-    ReadyInfo,
     Stage,
     StepOutput,
-    StepStats,
     Work,
-    WorkFailed,
 )
-from trioserve.ipc.process import Worker, attach
 from trioserve.sampling_params import SamplingParams
 
-MODEL = "random:llama?num_layers=1&hidden_size=32"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
-STATS = StepStats(1, 0, 1, 64, 0, 0, 0, 0, 0, 0.0)
-
-
-def make_config(**sections: dict[str, Any]) -> Config:
-    return as_config({"model": {"source": MODEL}, **sections})
-
-
-def make_ready(vocab_size: int = 400, max_model_len: int = 128) -> Ready:
-    return Ready(
-        ReadyInfo(
-            "llama", 1000, 4000, "fp32", "float32", "fake", 1, "none", max_model_len, vocab_size,
-            16, 64, 65536, 1,
-        )
-    )  # fmt: skip
-
-
-class Workers:
-    """Plays every incarnation: ``script`` is called with each new worker."""
-
-    def __init__(self, script: Callable[[FakeWorker], Any], hello: Event | None = None) -> None:
-        self._script = script
-        self._hello = hello or Hello(PROTOCOL, trioserve.__version__, 4242)
-        self.opened: list[FakeWorker] = []
-
-    def __call__(self, config: Config) -> AbstractAsyncContextManager[Worker]:
-        return self._open(config)
-
-    @asynccontextmanager
-    async def _open(self, config: Config) -> AsyncIterator[Worker]:
-        endpoints, fake = fake_endpoints()
-        self.opened.append(fake)
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._play, fake)
-                try:
-                    async with attach(endpoints, grace_s=1.0) as worker:
-                        yield worker
-                finally:
-                    nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:  # the nursery is the test's: no business of the engine
-                raise group.exceptions[0] from None
-            raise
-
-    async def _play(self, fake: FakeWorker) -> None:
-        try:
-            await fake.send(self._hello)
-            await self._script(fake)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
-
-
-async def command(fake: FakeWorker) -> Command:
-    return await anext(fake.commands)
-
-
-async def until_end(fake: FakeWorker) -> None:
-    """What a real worker does when the command pipe ends."""
-    async for _ in fake.commands:
-        pass
-    await fake.exit(0)
-
-
-async def become_ready(fake: FakeWorker) -> None:
-    assert isinstance(await command(fake), Init)
-    await fake.send(Stage("weights", "start"))
-    await fake.send(Stage("weights", "end", 1.0, "", 4000, 0.5))
-    await fake.send(make_ready())
-
-
-async def serve_tokens(fake: FakeWorker) -> None:
-    """Ready, then answer each Work with its prompt's first token over and over."""
-    await become_ready(fake)
-    async for received in fake.commands:
-        if isinstance(received, Work):
-            limit = received.sampling.max_tokens or 1
-            for i in range(limit):
-                reason = "length" if i == limit - 1 else None
-                delta = Delta(received.id, received.prompt_token_ids[:1], reason)
-                await fake.send(StepOutput(i, [delta], STATS))
-        elif isinstance(received, Check):
-            await fake.send(Checked(received.token, STATS, 0, ""))
-    await fake.exit(0)
-
-
-async def collect(stream: trioserve.RequestStream) -> str:
-    return "".join([delta.text async for delta in stream])
-
-
-# ------------------------------------------------------------------------------- start-up
+from .engine_workers import (
+    GREEDY,
+    STATS,
+    Workers,
+    become_ready,
+    collect,
+    command,
+    make_config,
+    make_ready,
+    serve_tokens,
+    until_end,
+)
 
 
 async def test_stages_are_seen_and_readiness_waits_for_a_token() -> None:
@@ -249,186 +151,6 @@ async def test_failure_grace_lets_the_block_finish(
             await trio.sleep(1.5)
             flushed = True
     assert flushed
-
-
-# ------------------------------------------------------------------------------- requests
-
-
-async def test_tokens_arrive_and_usage_counts_them() -> None:
-    async with open_engine(make_config(), worker_factory=Workers(serve_tokens)) as engine:
-        prompt = 3 * await engine.encode_prompt("a", add_special_tokens=False)
-        async with engine.generate(prompt, SamplingParams(max_tokens=5)) as stream:
-            text = await collect(stream)
-        assert text == "a" * 5
-        assert (stream.usage.prompt_tokens, stream.usage.completion_tokens) == (3, 5)
-        assert engine.status.num_requests == 0
-
-
-async def test_stop_string_ends_the_request_and_aborts_the_work() -> None:
-    seen: list[Command] = []
-
-    async def script(fake: FakeWorker) -> None:
-        await become_ready(fake)
-        work = await command(fake)
-        assert isinstance(work, Work)
-        for letter in letters:
-            await fake.send(StepOutput(0, [Delta(work.id, [letter])], STATS))
-        seen.append(await command(fake))
-        await fake.send(StepOutput(0, [Delta(work.id, [], "abort")], STATS))
-        await until_end(fake)
-
-    async with open_engine(make_config(), worker_factory=Workers(script)) as engine:
-        letters = await engine.encode_prompt("xyz END more", add_special_tokens=False)
-        sampling = SamplingParams(max_tokens=100, stop=("END",))
-        async with engine.submit([1], sampling) as stream:
-            deltas = [delta async for delta in stream]
-            assert "".join(delta.text for delta in deltas) == "xyz "
-            assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "END")
-            while engine.status.num_requests:
-                await trio.testing.wait_all_tasks_blocked()
-    assert seen == [Abort([stream.id])]
-
-
-async def test_api_01_leaving_the_stream_aborts_and_a_queued_one_is_never_sent() -> None:
-    commands: list[Command] = []
-
-    async def script(fake: FakeWorker) -> None:
-        await become_ready(fake)
-        async for received in fake.commands:
-            commands.append(received)
-        await fake.exit(0)
-
-    async with open_engine(make_config(), worker_factory=Workers(script)) as engine:
-        running = engine.submit([1], GREEDY)
-        await trio.testing.wait_all_tasks_blocked()
-        queued = engine.submit([2], GREEDY)
-        queued.close()  # before the writer has seen it
-        running.close()
-        running.close()
-        await trio.testing.wait_all_tasks_blocked()
-        assert engine.status.num_requests == 1  # until the worker has answered the abort
-    assert [type(c) for c in commands] == [Work, Abort]
-    assert commands[1] == Abort([running.id])
-
-
-async def test_a_failed_request_touches_no_other() -> None:
-    async def script(fake: FakeWorker) -> None:
-        await become_ready(fake)
-        one, two = await command(fake), await command(fake)
-        assert isinstance(one, Work)
-        assert isinstance(two, Work)
-        await fake.send(WorkFailed(one.id, "internal", "ValueError: secret detail"))
-        await fake.send(StepOutput(1, [Delta(two.id, [1], "length")], STATS))
-        await fake.send(StepOutput(2, [Delta(one.id, [1], "length")], STATS))  # late: dropped
-        await until_end(fake)
-
-    async with open_engine(make_config(), worker_factory=Workers(script)) as engine:
-        one, two = engine.submit([1], GREEDY), engine.submit([2], GREEDY)
-        with pytest.raises(RequestFailed) as caught:
-            await anext(one)
-        assert "secret" not in str(caught.value)
-        delta = await anext(two)
-        assert delta.finish_reason == "length"
-        with pytest.raises(StopAsyncIteration):
-            await anext(two)
-
-
-async def test_sd_02_death_ends_every_open_request() -> None:
-    async def script(fake: FakeWorker) -> None:
-        await become_ready(fake)
-        work = await command(fake)
-        assert isinstance(work, Work)
-        await fake.send(StepOutput(0, [Delta(work.id, token_ids[:1])], STATS))
-        await command(fake)
-        await fake.exit(-signal.SIGSEGV)
-
-    with pytest.raises(WorkerDied, match="SIGSEGV"):
-        async with open_engine(
-            make_config(), worker_factory=Workers(script), failure_grace_s=1.0
-        ) as engine:
-            token_ids = await engine.encode_prompt("a", add_special_tokens=False)
-            one = engine.submit([1], GREEDY)
-            assert (await anext(one)).text == "a"
-            two = engine.submit([2], GREEDY)
-            for stream in (one, two):
-                with pytest.raises(RequestFailed, match="the engine died"):
-                    await anext(stream)
-            with pytest.raises(NotReady):
-                engine.submit([1], GREEDY)
-
-
-async def test_requests_still_open_at_the_end_are_cut() -> None:
-    async def script(fake: FakeWorker) -> None:
-        await become_ready(fake)
-        await until_end(fake)
-
-    async with open_engine(make_config(), worker_factory=Workers(script)) as engine:
-        stream = engine.submit([1], GREEDY)
-    with pytest.raises(RequestCut):
-        await anext(stream)
-    assert engine.phase is Phase.CLOSED
-
-
-async def test_bounds_of_admission() -> None:
-    async def script(fake: FakeWorker) -> None:
-        await become_ready(fake)
-        await until_end(fake)
-
-    config = make_config(scheduler={"max_num_seqs": 2, "max_waiting": 1})
-    async with open_engine(config, worker_factory=Workers(script)) as engine:
-        with pytest.raises(InvalidRequest, match="empty"):
-            engine.submit([], GREEDY)
-        with pytest.raises(InvalidRequest, match=r"prompt\[1\] is 400"):
-            engine.submit([1, 400], GREEDY)
-        with pytest.raises(InvalidRequest, match=r"prompt\[0\] is -1"):
-            engine.submit([-1], GREEDY)
-        with pytest.raises(ContextLengthExceeded, match=r"128.*200"):
-            engine.submit([1] * 200, GREEDY)
-        with pytest.raises(ContextLengthExceeded, match="128"):
-            await engine.encode_prompt("a" * 10_000_000)
-        streams = [engine.submit([1], GREEDY) for _ in range(3)]
-        with pytest.raises(QueueFull):
-            engine.submit([1], GREEDY)
-        streams[0].close()  # not sent yet, so its place is free at once
-        engine.submit([1], GREEDY)
-        engine.begin_drain()
-        with pytest.raises(NotReady, match="shutting down"):
-            engine.submit([1], GREEDY)
-
-
-async def test_cancelling_a_read_loses_nothing(autojump_clock: trio.testing.MockClock) -> None:
-    go = trio.Event()
-
-    async def script(fake: FakeWorker) -> None:
-        await become_ready(fake)
-        work = await command(fake)
-        assert isinstance(work, Work)
-        await go.wait()
-        for letter in letters:
-            await fake.send(StepOutput(0, [Delta(work.id, [letter])], STATS))
-        await fake.send(StepOutput(0, [Delta(work.id, letters[:1], "length")], STATS))
-        await until_end(fake)
-
-    async with open_engine(make_config(), worker_factory=Workers(script)) as engine:
-        letters = await engine.encode_prompt("hello", add_special_tokens=False)
-        stream = engine.submit([1], GREEDY)
-        with trio.move_on_after(1):
-            await anext(stream)
-        go.set()
-        await trio.testing.wait_all_tasks_blocked()
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await anext(stream)
-        delta = await anext(stream)  # coalesced: one delta for six steps
-        assert delta.text == "helloh"
-        assert delta.finish_reason == "length"
-
-
-async def test_check_is_answered_or_refused() -> None:
-    async with open_engine(make_config(), worker_factory=Workers(serve_tokens)) as engine:
-        assert (await engine.check()).fault == ""
-    with pytest.raises(NotReady):
-        await engine.check()
 
 
 # ---------------------------------------------------------------------------- supervision

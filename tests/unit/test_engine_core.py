@@ -16,9 +16,12 @@ from trioserve.core.stages import StageReporter
 from trioserve.devices.simulated import SimulatedExecutor
 from trioserve.ipc.child import Channel, Inbox
 from trioserve.ipc.messages import (
+    Abort,
     Check,
     Checked,
     Command,
+    Control,
+    Controlled,
     Delta,
     Event,
     Exit,
@@ -27,7 +30,7 @@ from trioserve.ipc.messages import (
     Work,
     WorkFailed,
 )
-from trioserve.ipc.status_page import StatusWriter, create_page
+from trioserve.ipc.status_page import PAUSED, StatusReader, StatusWriter, create_page
 from trioserve.models.spec import ModelSpec, ResolvedModel
 from trioserve.sampling_params import SamplingParams
 
@@ -77,16 +80,35 @@ class Script(Inbox):
         return commands
 
 
+class Paced(Script):
+    """Commands one at a time: one for each step, or None for a step without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paced: list[Command | None] = []
+
+    def get(self, timeout_s: float | None = None) -> Command | None:
+        while self.paced:
+            command = self.paced.pop(0)
+            if command is not None:
+                return command
+        return Exit()
+
+    def drain(self) -> list[Command]:
+        command = self.paced.pop(0) if self.paced else None
+        return [] if command is None else [command]
+
+
 class Loop:
     """An EngineCore that is fed a list of commands and then told to leave."""
 
-    def __init__(self, status: StatusWriter, *faults: str) -> None:
+    def __init__(self, status: StatusWriter, *faults: str, inbox: Script | None = None) -> None:
         self.events: list[Event] = []
         config = Config(device=DeviceConfig(kind="simulated"), cache=CacheConfig(memory="1MiB"))
         executor: Any = SimulatedExecutor(MODEL, config)
         if faults:
             executor = Faults([parse_fault(text) for text in faults], MARK).wrap(executor)
-        self.inbox = Script()
+        self.inbox = inbox or Script()
         channel = Channel(self.inbox, self.events.append, status)
         self.core = EngineCore(config, MODEL, executor, channel, StageReporter(lambda stage: None))
         self.core.start()
@@ -176,3 +198,78 @@ def test_a_sequence_with_bad_tokens_is_the_requests_own_fault(status: StatusWrit
     loop.run(Work(1, [], SamplingParams(), seed=0), work(2, 11))
     assert loop.failures() == {1: "invalid"}
     assert len(loop.text_of(2)) == 12
+
+
+def controlled(loop: Loop) -> dict[int, bool]:
+    return {e.token: e.ok for e in loop.events if isinstance(e, Controlled)}
+
+
+def test_a_paused_worker_computes_nothing_answers_aborts_and_goes_on_unchanged(
+    status: StatusWriter,
+) -> None:
+    whole, paced = Loop(status), Paced()
+    whole.run(*WORKS)
+    loop = Loop(status, inbox=paced)
+    pause = [Control(1, "pause"), Check(2), WORKS[2], work(4, 13), Abort([2]), Abort([4]), Check(3)]
+    paced.paced = [WORKS[0], WORKS[1], None, None, *pause, Control(4, "resume")]
+    loop.core.run()
+    assert controlled(loop) == {1: True, 4: True}
+    at = [loop.events.index(e) for e in loop.events if isinstance(e, Controlled)]
+    between = loop.events[at[0] : at[1]]
+    assert [d.id for e in between if isinstance(e, StepOutput) for d in e.deltas] == [2, 4]
+    first, last = (e.stats for e in between if isinstance(e, Checked))
+    assert (first.num_running, last.num_running) == (2, 1)
+    assert (first.output_tokens, first.prompt_tokens) == (last.output_tokens, last.prompt_tokens)
+    # Who waits is told though no step is made.
+    waiting = [e.stats.num_waiting for e in between if isinstance(e, StepOutput)]
+    assert max(waiting) == 2
+    for id in (1, 3):
+        assert loop.text_of(id) == whole.text_of(id)
+    assert [loop.deltas(id)[-1].finish_reason for id in (2, 4)] == ["abort", "abort"]
+
+
+def test_a_paused_worker_says_so_on_its_page_and_leaves_when_told() -> None:
+    page = create_page()
+    writer, reader = StatusWriter(page), StatusReader(page)
+    os.close(page)
+    seen: list[str] = []
+
+    class Looking(Paced):
+        def get(self, timeout_s: float | None = None) -> Command | None:
+            seen.append(reader.read().operation)
+            return super().get()
+
+    paced = Looking()
+    loop = Loop(writer, inbox=paced)
+    paced.paced = [Control(1, "pause"), None, WORKS[0], None, Control(2, "resume"), None, None]
+    loop.core.run()
+    assert (seen[0], seen[1]) == ("", PAUSED)
+    assert seen[-1] == ""
+    assert len(loop.text_of(1)) == 12
+    paced.paced = [Control(1, "pause"), None, WORKS[1]]
+    loop.core.run()  # Exit ends it, paused as it is
+    assert loop.text_of(2) == []
+    writer.close()
+    reader.close()
+
+
+def test_a_reset_forgets_what_nobody_uses_and_says_whether_that_was_all(
+    status: StatusWriter,
+) -> None:
+    paced = Paced()
+    loop = Loop(status, inbox=paced)
+    reset = Control(1, "reset_prefix_cache")
+    paced.paced = [work(1, 11), *[None] * 20]
+    loop.core.run()
+    paced.paced = [work(2, 11), None, None, reset, *[None] * 20]
+    loop.core.run()
+    assert controlled(loop) == {1: False}  # two blocks of the prompt are read by sequence 2
+    assert loop.deltas(2)[0].num_cached_tokens == 32
+    paced.paced = [work(3, 11), None, None, *[None] * 20, Control(2, "reset_prefix_cache"), None]
+    loop.core.run()
+    assert loop.deltas(3)[0].num_cached_tokens == 32  # kept
+    assert controlled(loop)[2]
+    paced.paced = [work(4, 11), *[None] * 20, Control(3, "dance")]
+    loop.core.run()
+    assert loop.deltas(4)[0].num_cached_tokens == 0
+    assert not controlled(loop)[3]

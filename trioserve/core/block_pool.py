@@ -137,6 +137,16 @@ class BlockPool:
         self._digests = [None] * self.num_blocks
         self._index.clear()
 
+    def forget_unused(self) -> int:
+        """Make free blocks unfindable; the number of owned ones that stay findable. O(blocks)."""
+        num_owned = 0
+        for block_id, count in enumerate(self._ref_counts):
+            if count == 0:
+                self.forget(block_id)
+            elif self._digests[block_id] is not None:
+                num_owned += 1
+        return num_owned
+
     def is_cached(self, digest: bytes) -> bool:
         """Whether a block with this digest can be found."""
         return digest in self._index

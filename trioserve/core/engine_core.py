@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 
@@ -24,6 +25,8 @@ from trioserve.ipc.messages import (
     Check,
     Checked,
     Command,
+    Control,
+    Controlled,
     Delta,
     Exit,
     Ready,
@@ -32,7 +35,7 @@ from trioserve.ipc.messages import (
     Work,
     WorkFailed,
 )
-from trioserve.ipc.status_page import rss_bytes
+from trioserve.ipc.status_page import PAUSED, rss_bytes
 from trioserve.models.spec import ResolvedModel
 from trioserve.sampling_params import SamplingParams
 
@@ -63,6 +66,7 @@ class EngineCore:
         self._channel = channel
         self._report = report
         self._step = 0
+        self._paused = False
         self._scheduler: Scheduler
 
     # ------------------------------------------------------------------------- start-up
@@ -142,15 +146,20 @@ class EngineCore:
         """Serve until the command pipe ends or Exit comes."""
         inbox, status = self._channel.inbox, self._channel.status
         while True:
-            if not self._scheduler.has_work:
-                status.end()
+            if self._paused or not self._scheduler.has_work:
+                if self._paused:
+                    status.begin(PAUSED, math.inf, self._step)
+                else:
+                    status.end()
                 command = inbox.get()
                 if command is not None and not self._handle(command):
                     return
             for command in inbox.drain():
                 if not self._handle(command):
                     return
-            if self._scheduler.has_work:
+            if self._paused:
+                self._emit([], [], 0.0)  # no step tells how many wait by now
+            elif self._scheduler.has_work:
                 started = time.monotonic()
                 deltas, failed = self._run_step()
                 self._emit(deltas, failed, time.monotonic() - started)
@@ -163,6 +172,8 @@ class EngineCore:
             case Abort(ids=ids):
                 if deltas := self._scheduler.abort(ids):
                     self._emit(deltas, [], 0.0)
+            case Control():
+                self._channel.send(self._control(command))
             case Check(token=token):
                 self._channel.send(self._checked(token))
             case Exit():
@@ -170,6 +181,21 @@ class EngineCore:
             case _:
                 raise RuntimeError(f"unexpected command {type(command).__name__}")
         return True
+
+    def _control(self, command: Control) -> Controlled:
+        """Between two steps: nothing is in flight."""
+        match command.action:
+            case "pause":
+                self._paused = True
+            case "resume":
+                self._paused = False
+            case "reset_prefix_cache":
+                if num_used := self._scheduler.forget_unused():
+                    detail = f"{num_used} cached blocks are in use and kept"
+                    return Controlled(command.token, False, detail)
+            case action:
+                return Controlled(command.token, False, f"unknown action {action}")
+        return Controlled(command.token, True)
 
     def _add(self, work: Work) -> None:
         try:

@@ -270,6 +270,10 @@ class Scheduler:
         for seq in self._running.values():
             seq.cacheable = False
 
+    def forget_unused(self) -> int:
+        """Make the blocks that no sequence uses unfindable; how many others stay findable."""
+        return self.pool.forget_unused()
+
     def check_integrity(self) -> None:
         """Check all invariants; costs O(blocks + sequences).
 

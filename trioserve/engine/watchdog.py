@@ -15,7 +15,7 @@ import trio
 from trioserve.config.schema import Config
 from trioserve.errors import StartupError, WorkerStalled
 from trioserve.ipc.process import Worker
-from trioserve.ipc.status_page import IDLE, Status, explain, judge, process_cpu_seconds
+from trioserve.ipc.status_page import IDLE, PAUSED, Status, explain, judge, process_cpu_seconds
 
 logger = logging.getLogger("trioserve.watchdog")
 
@@ -81,7 +81,7 @@ def _stuck(
     now = time.monotonic()
     if judge(status, cpu_s, cpu_before, now) == "over budget":
         return explain(status, cpu_s, cpu_before, config.watchdog.interval_s, now)
-    if status.operation == IDLE and watched.unanswered_s is not None:
+    if status.operation in (IDLE, PAUSED) and watched.unanswered_s is not None:
         waited_s = trio.current_time() - watched.unanswered_s
         if waited_s > config.watchdog.step_budget_s:
             return f"it has not taken up a request in {waited_s:.1f} s"

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 PAGE_BYTES = 4096
 IDLE = ""
+PAUSED = "paused"  # waits for commands, as idle does, whatever there is to compute
 MAX_OPERATION_BYTES = 64
 
 _RECORD = struct.Struct(f"<Qddq{MAX_OPERATION_BYTES}s")  # sequence, since, budget, step, operation
