@@ -18,8 +18,6 @@ from trioserve.core.bad_words import BadWords
 from trioserve.core.penalties import PenalisedRow, Penalties, TokenCounts
 from trioserve.sampling_params import SamplingParams
 
-NO_TOKEN_LEFT = "allowed_token_ids and bad_words leave no token that may come"
-
 
 class History:
     """The answer of one sequence so far, as the sampler has chosen it.
@@ -73,15 +71,6 @@ class RowRules:
     first_end: int
     history: History | None
 
-    @property
-    def is_penalised(self) -> bool:
-        return _is_penalised(self.sampling)
-
-    @property
-    def masks_always(self) -> bool:
-        """Whether something is masked at each position."""
-        return self.sampling.allowed_token_ids is not None or bool(self.bad_words.always)
-
 
 def make_rules(
     sampling: SamplingParams,
@@ -127,29 +116,37 @@ def _is_penalised(sampling: SamplingParams) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class RawRows:
-    """Rows of logits as they were before the rules, where these mask values or log probabilities
-    are wanted."""
+class Changes:
+    """What the rules changed in the logits of one step, and the faults that this has hidden.
 
-    rows: Tensor  # int64 [n]
-    logits: Tensor  # float32 [n, vocab_size]
+    ``ending``: rows in which the ids that would end the sequence are masked.
+    """
 
-    def find_refused(self, best: Tensor) -> list[int]:
-        """The rows to which the rules have left no token.
+    def __init__(self, ending: list[int]) -> None:
+        self.ending = ending
+        self._undo: list[tuple[tuple[Tensor, ...], Tensor]] = []
+        self._faults: list[tuple[Tensor, Tensor]] = []
 
-        A fault of the model that the rules have masked is put back into ``best``, the largest
-        logit of each row of the batch.
-        """
-        peaks = self.logits.amax(-1)
-        sound = peaks.isfinite()
-        best[self.rows[~sound]] = peaks[~sound]
-        refused: list[int] = self.rows[sound & (best[self.rows] == -torch.inf)].tolist()
-        return refused
+    def add(self, where: tuple[Tensor, ...], values: Tensor) -> None:
+        """Note the values, [n], that stand in the logits at ``where`` and are about to change."""
+        self._undo.append((where, values))
+
+    def hide(self, rows: Tensor, values: Tensor) -> None:
+        """Note values, [n], that are about to be masked in ``rows``."""
+        sound = values < torch.inf  # false for NaN
+        if not sound.all():
+            self._faults.append((rows[~sound], values[~sound]))
+
+    def show_faults(self, best: Tensor) -> None:
+        """Put NaN and infinities that are masked into the best logits, [rows of the batch]."""
+        for rows, values in self._faults:
+            best[rows] = values
 
     def restore(self, logits: Tensor) -> None:
-        """Put them back."""
-        logits.index_copy_(0, self.rows, self.logits)
+        """Undo all changes; a second time does nothing."""
+        while self._undo:
+            where, values = self._undo.pop()
+            logits[where] = values
 
 
 class BatchRules:
@@ -162,18 +159,22 @@ class BatchRules:
 
     def __init__(self, rows: list[tuple[int, RowRules]], device: torch.device) -> None:
         self._device = device
-        self._rows = rows
-        self._limited = [i for i, rules in rows if rules.sampling.allowed_token_ids is not None]
-        self._allowed = self._pairs(
-            [(i, rules.sampling.allowed_token_ids or ()) for i, rules in rows]
-        )
+        limited = [
+            (i, ids) for i, rules in rows if (ids := rules.sampling.allowed_token_ids) is not None
+        ]
+        self._limited = torch.tensor([i for i, _ in limited], dtype=torch.int64, device=device)
+        self._allowed = self._pairs(limited)
         self._banned = self._pairs([(i, rules.bad_words.always) for i, rules in rows])
+        histories = [(i, rules.history) for i, rules in rows if rules.history is not None]
+        self._histories = histories
         self._cautious = [
             (i, rules.bad_words, rules.history)
             for i, rules in rows
             if rules.bad_words.needs_output and rules.history is not None
         ]
         self._ends = [(i, rules) for i, rules in rows if rules.end_ids]
+        self._ending: list[int] = []
+        self._ending_ids = self._pairs([])
         self._biased = self._pairs([(i, rules.sampling.logit_bias) for i, rules in rows])
         bias = [value for _, rules in rows for value in rules.sampling.logit_bias.values()]
         self._bias = torch.tensor(bias, dtype=torch.float32, device=device)
@@ -190,76 +191,74 @@ class BatchRules:
         ]
         self._penalties = Penalties(penalised, device) if penalised else None
 
-    def apply(self, positions: list[int], logits: Tensor) -> RawRows | None:
+    def apply(
+        self, positions: list[int], logits: Tensor, *, may_end: Sequence[int] = ()
+    ) -> Changes:
         """Change the logits in place.
 
         Args:
             positions: for each row of the batch, of the token to be sampled.
             logits: float32 [rows of the batch, vocab_size].
-
-        Returns:
-            The rows as they were, where something is masked or log probabilities are wanted.
+            may_end: rows that may end in spite of ``min_tokens``.
         """
-        for index, rules in self._rows:
-            if rules.history is not None:
-                rules.history.rewind(positions[index])
-        ends = [(i, rules.end_ids) for i, rules in self._ends if positions[i] < rules.first_end]
-        raw = self._keep({i for i, _ in ends}, logits)
-        if self._limited:
-            allowed = logits[self._allowed]
-            logits[torch.tensor(self._limited, device=self._device)] = -torch.inf
-            logits[self._allowed] = allowed
-        if len(self._banned[0]):
-            logits[self._banned] = -torch.inf
+        for index, history in self._histories:
+            history.rewind(positions[index])
+        changes = Changes(
+            [i for i, rules in self._ends if positions[i] < rules.first_end and i not in may_end]
+        )
+        if len(self._limited):
+            self._limit(logits, changes)
+        self._mask(self._banned, logits, changes)
         if self._cautious:
-            banned = [
+            after = [
                 (i, words.banned_after(history.output)) for i, words, history in self._cautious
             ]
-            logits[self._pairs(banned)] = -torch.inf
-        if ends:
-            self._mask_ends(ends, logits)
+            self._mask(self._pairs(after), logits, changes)
+        self._mask(self._end_pairs(changes.ending), logits, changes)
         if len(self._bias):
-            logits[self._biased] += self._bias
+            values = logits[self._biased]
+            changes.add(self._biased, values)
+            logits[self._biased] = values + self._bias
         if self._penalties is not None:
-            self._penalties.apply(logits)
-        return raw
+            changes.add(*self._penalties.apply(logits))
+        return changes
 
     def note(self, positions: list[int], token_ids: list[int]) -> None:
         """Take the tokens that were sampled for the rows of the batch into their histories."""
-        for index, rules in self._rows:
-            if rules.history is not None:
-                rules.history.append(positions[index], token_ids[index])
+        for index, history in self._histories:
+            history.append(positions[index], token_ids[index])
 
-    def _keep(self, ending: set[int], logits: Tensor) -> RawRows | None:
-        kept = [
-            i
-            for i, rules in self._rows
-            if rules.masks_always
-            or i in ending
-            or rules.bad_words.needs_output
-            or rules.sampling.wants_logprobs
-        ]
-        if not kept:
-            return None
-        rows = torch.tensor(kept, device=self._device)
-        return RawRows(rows, logits[rows])
+    def _limit(self, logits: Tensor, changes: Changes) -> None:
+        """Mask all but ``allowed_token_ids``."""
+        values, allowed = logits[self._limited], logits[self._allowed]
+        changes.add((self._limited,), values)
+        changes.hide(self._limited, values.amax(-1))
+        logits[self._limited] = -torch.inf
+        logits[self._allowed] = allowed
 
-    def _mask_ends(self, ends: list[tuple[int, list[int]]], logits: Tensor) -> None:
-        """Mask the ids that would end a sequence, but not where nothing else may come."""
-        where = self._pairs(ends)
-        values = logits[where]
-        logits[where] = -torch.inf
-        rows = torch.tensor([i for i, _ in ends], device=self._device)
-        if (only_ends := logits[rows].amax(-1) == -torch.inf).any():
-            restored = torch.isin(where[0], rows[only_ends])
-            logits[where[0][restored], where[1][restored]] = values[restored]
+    @staticmethod
+    def _mask(where: tuple[Tensor, Tensor], logits: Tensor, changes: Changes) -> None:
+        if len(where[0]):
+            values = logits[where]
+            changes.add(where, values)
+            changes.hide(where[0], values)
+            logits[where] = -torch.inf
+
+    def _end_pairs(self, ending: list[int]) -> tuple[Tensor, Tensor]:
+        if self._ending != ending:
+            self._ending = ending
+            self._ending_ids = self._pairs(
+                [(i, rules.end_ids) for i, rules in self._ends if i in set(ending)]
+            )
+        return self._ending_ids
 
     def _pairs(self, parts: Sequence[tuple[int, Iterable[int]]]) -> tuple[Tensor, Tensor]:
-        """Rows and ids, int64 [n] both, of all ids of all parts."""
-        rows, ids = [], []
+        """Rows and distinct ids in each, int64 [n] both, of all parts."""
+        rows: list[int] = []
+        ids: list[int] = []
         for index, part in parts:
-            part = list(part)
-            rows += [index] * len(part)
-            ids += part
+            distinct = dict.fromkeys(part)
+            rows += [index] * len(distinct)
+            ids += distinct
         both = torch.from_numpy(np.array([rows, ids], np.int64)).to(self._device)
         return both[0], both[1]

@@ -93,11 +93,14 @@ class Penalties:
         self._parameters = np.array(parameters, np.float32)
         self._device = device
 
-    def apply(self, logits: Tensor) -> None:
+    def apply(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Change the logits of what was seen, in place; infinities and NaN stay what they are.
 
         Args:
             logits: float32 [rows of the batch, vocab_size].
+
+        Returns:
+            Rows and ids, int64 [n] both, and the values that stood there.
         """
         sizes = [len(counts) for counts in self._all_counts]
         rows = self._tensor(np.repeat(self._indices, sizes))
@@ -105,10 +108,10 @@ class Penalties:
         count = self._tensor(np.concatenate([counts.counts for counts in self._all_counts]))
         parameters = self._tensor(np.repeat(self._parameters, sizes, axis=0))
         repetition, frequency, presence = parameters.unbind(-1)
-        values = logits[rows, ids]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        values = values - frequency * count - presence * (count > 0)
-        logits[rows, ids] = values
+        before = logits[rows, ids]
+        values = torch.where(before > 0, before / repetition, before * repetition)
+        logits[rows, ids] = values - frequency * count - presence * (count > 0)
+        return (rows, ids), before
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

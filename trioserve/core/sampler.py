@@ -34,7 +34,7 @@ from trioserve.core.candidates import (
     in_blocks,
     surviving_mass,
 )
-from trioserve.core.logit_rules import NO_TOKEN_LEFT, BatchRules, RowRules, make_rules
+from trioserve.core.logit_rules import BatchRules, Changes, RowRules, make_rules
 from trioserve.core.logprobs import token_logprobs
 from trioserve.core.noise import gumbel, mix_seed, row_keys, token_hashes
 from trioserve.ipc.messages import TokenLogprobs
@@ -175,9 +175,10 @@ class Sampler:
         if self._num_token_ids < self._vocab_size:
             logits[:, self._num_token_ids :] = -math.inf
         rules = prepared.rules
-        raw = rules.apply(positions, logits) if rules is not None else None
-        best, chosen = first_best(logits)
-        refused = raw.find_refused(best) if raw is not None else []
+        if rules is None:
+            changes, (best, chosen) = None, first_best(logits)
+        else:
+            changes, best, chosen = _apply(rules, positions, logits)
         if prepared.free or prepared.cut:
             where = torch.tensor(positions, device=self._device)
             for params in prepared.free:
@@ -187,8 +188,8 @@ class Sampler:
         tokens = chosen.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         if prepared.logprobs:
-            if raw is not None:
-                raw.restore(logits)
+            if changes is not None:
+                changes.restore(logits)
             logprobs = self._logprobs(prepared.logprobs, logits, tokens)
         if rules is not None:
             rules.note(positions, tokens)
@@ -198,7 +199,9 @@ class Sampler:
         ]
         for index, value in enumerate(best.tolist()):
             if not math.isfinite(value):
-                results[index] = _failed(ids[index], positions[index], value, index in refused)
+                if changes is not None:
+                    changes.restore(logits)
+                results[index] = _failed(ids[index], positions[index], value, logits[index])
         return results
 
     def _logprobs(
@@ -333,12 +336,34 @@ def _in_chunks(rows: list[T]) -> list[list[T]]:
     return [rows[i : i + _CHUNK] for i in range(0, len(rows), _CHUNK)]
 
 
-def _failed(id: int, position: int, best: float, refused: bool) -> SampledRow:
+def _apply(
+    rules: BatchRules, positions: list[int], logits: Tensor
+) -> tuple[Changes, Tensor, Tensor]:
+    """Apply the rules; the best logit of each row then and its lowest id, as ``first_best``."""
+    changes = rules.apply(positions, logits)
+    best, ids = first_best(logits)
+    if changes.ending:
+        # Where nothing but an end may come, one may come before ``min_tokens``.
+        empty = best[changes.ending] == -math.inf
+        if empty.any():
+            may_end = [
+                i for i, none_left in zip(changes.ending, empty.tolist(), strict=True) if none_left
+            ]
+            changes.restore(logits)
+            changes = rules.apply(positions, logits, may_end=may_end)
+            best, ids = first_best(logits)
+    changes.show_faults(best)
+    return changes, best, ids
+
+
+def _failed(id: int, position: int, best: float, raw: Tensor) -> SampledRow:
+    """The failure of a row of which ``best`` is not finite; ``raw`` are the model's logits."""
+    if best == -math.inf and raw.amax() > best:
+        error = f"no token is left that may come as token {position} of the sequence: "
+        error += "allowed_token_ids and bad_words exclude all"
+        return SampledRow(id, 0, error=error, invalid=True)
     what = "only -inf" if best == -math.inf else f"{best}"
-    error = f"the logits for token {position} of the sequence hold {what}"
-    if refused:
-        error = f"{NO_TOKEN_LEFT} as token {position} of the sequence"
-    return SampledRow(id, 0, error=error, invalid=refused)
+    return SampledRow(id, 0, error=f"the logits for token {position} of the sequence hold {what}")
 
 
 def _is_cut(sampling: SamplingParams) -> bool:
