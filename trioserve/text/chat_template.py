@@ -136,16 +136,15 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
 
 def _cut(text: str) -> str:
     """``text`` up to where the last message ends."""
-    at = text.rfind(_CUT)
-    if at >= 0:
-        return text[:at]
-    at = text.rfind(_CUT.rstrip())
-    if at < 0:
+    mark = _CUT if _CUT in text else _CUT.rstrip()  # the template trims what it shows
+    before, found, _ = text.rpartition(mark)
+    if not found:
         raise InvalidRequest(
             "the chat template does not show the last message, so it cannot be continued",
             param="continue_final_message",
         )
-    return text[:at].rstrip()  # the template trims what it shows
+    before = before.replace(mark, "")  # it may show a message more than once
+    return before if mark is _CUT else before.rstrip()
 
 
 def _refuse(message: Any = "the chat template refuses these messages") -> None:

@@ -149,3 +149,37 @@ def test_one_render_leaves_no_trace_in_the_next() -> None:
     template = ChatTemplate("{{ x }}{% set x = 5 %}{{ messages | length }}")
     assert template.render([USER, USER], x=1) == "12"
     assert template.render([USER]) == "1"
+
+
+TRIMS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}</s>{% endfor %}"
+
+
+def continued(source: str, *messages: dict[str, Any]) -> str:
+    return render(source, *messages, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "trimmed"),
+    [("So", "So", "So"), (" So, ", " So, ", "So,"), ("", "", ""), (None, "", ""), ("\n", "\n", "")],
+)
+def test_the_last_message_stays_open(content: str | None, kept: str, trimmed: str) -> None:
+    last = {"role": "assistant", "content": content}
+    assert continued(CHATML, USER, last).endswith("<|im_start|>assistant\n" + kept)
+    assert continued(TRIMS, USER, last) == "[user]Hi</s>[assistant]" + trimmed
+    assert last["content"] == content
+
+
+def test_a_last_message_of_parts_or_calls_stays_open() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert continued(TRIMS, {"role": "user", "content": parts}) == "[user]a\nb"
+    said_twice = "{{ messages[-1].content }}|{{ messages[-1].content }}</s>"
+    assert continued(said_twice, USER) == "Hi|Hi"
+
+
+def test_what_cannot_be_continued_is_refused() -> None:
+    hidden = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="does not show the last message") as caught:
+        continued(hidden, USER, {"role": "assistant", "content": "So"})
+    assert caught.value.param == "continue_final_message"
+    with pytest.raises(InvalidRequest, match="set one of them"):
+        render(CHATML, add_generation_prompt=True, continue_final_message=True)
