@@ -239,6 +239,29 @@ class HttpConfig:
         check=ge(0.0),
         unit="s",
     )
+    max_n: int = setting(
+        128, "Most answers to one prompt: `n` and `best_of`.", check=[ge(1), le(1024)]
+    )
+    max_logprobs: int = setting(
+        20, "Most alternatives shown with each token.", check=[ge(0), le(20)]
+    )
+    max_stop_strings: int = setting(16, "Most stop strings of a request.", check=[ge(0), le(16)])
+    max_tokens_policy: Literal["clamp", "refuse"] = setting(
+        "clamp",
+        "What becomes of `max_tokens` beyond what a prompt leaves of the context: lowered to that, "
+        "or refused with 400.",
+    )
+    strict_fields: bool = setting(
+        False, "Refuse requests that have unknown fields, in place of naming those in a header."
+    )
+    trust_request_chat_template: bool = setting(
+        False,
+        "Take `chat_template` from requests. It is a program of the client's, run in a sandbox "
+        "that does not bound its time.",
+    )
+    request_timings: bool = setting(
+        False, "Answers tell what took how long, also where `include_timings` is not asked for."
+    )
     heartbeat_s: float = setting(
         10.0, "A silent stream gets an SSE comment this often.", check=gt(0.0), unit="s"
     )
@@ -255,6 +278,7 @@ class HttpConfig:
         unit="bytes",
     )
     docs: bool = setting(True, "Show the API at `/docs` and, for programs, `/openapi.json`.")
+    page: bool = setting(True, "Show the status page, with a playground, at `/`.")
     http2: bool = setting(False, "Speak HTTP/2 to clients that ask for it.")
     max_header_bytes: int = setting(
         16 * 1024,
