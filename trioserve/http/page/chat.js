@@ -44,7 +44,7 @@ function drawSettings() {
   const most = $("max-tokens").value.trim();
   setText($("temperature-now"), temperature);
   const system = $("system").value.trim() ? ", a system message" : "";
-  setText($("settings-now"), `temperature ${temperature}, ${most ? `${most} tokens` : "what fits"}${system}`);
+  setText($("settings-now"), `temperature ${temperature}, ${most ? `max ${most} tokens` : "as many tokens as fit"}${system}`);
 }
 
 function drawComposer() {

@@ -36,7 +36,9 @@ function clearAll() {
   for (const id of ["version", "model", "uptime", "restarts", "notice", "settled", "spoken"]) {
     setText($(id), "");
   }
-  for (const node of document.querySelectorAll(".figure b, .figure .note")) setText(node, NONE);
+  for (const node of document.querySelectorAll(".figure b")) setValue(node.id, NONE);
+  for (const node of document.querySelectorAll(".figure .note[id]")) setText(node, "");
+  setText($("waiting"), NONE);
   for (const id of ["stages", "stages-done"]) $(id).replaceChildren();
   drawPhase("unknown", "");
   show($("live"), false);

@@ -79,9 +79,10 @@ function drawStages(list, stages) {
     if (item.dataset.state !== stage.state) item.dataset.state = stage.state;
     setText(parts.name, stage.name);
     setText(parts.state, `, ${stage.state}`);
+    const share = running && stage.fraction !== null ? formatShare(stage.fraction) : "";
     const size = stage.bytes ? formatBytes(stage.bytes) : "";
     const took = stage.seconds === null ? "" : formatStage(stage.seconds, running);
-    setText(parts.took, [size, took].filter(Boolean).join(" · "));
+    setText(parts.took, [share, size, took].filter(Boolean).join(" · "));
     setText(parts.detail, stage.detail);
     show(parts.detail, stage.detail !== "");
     show(parts.bar, running);
@@ -110,27 +111,33 @@ function makeStage() {
   return make("li", "", mark, name, state, make("span", "took"), bar, make("span", "detail"));
 }
 
+// A figure, paler where there is nothing to tell it from.
+function setValue(id, text) {
+  setText($(id), text);
+  $(id).classList.toggle("none", text === NONE);
+}
+
 function drawReading(reading, info) {
-  setText($("output"), formatRate(reading.output));
-  setText($("prompts"), formatRate(reading.prompts));
+  setValue("output", formatRate(reading.output));
+  setValue("prompts", formatRate(reading.prompts));
   drawLine("output", reading.outputNow);
   drawLine("prompts", reading.promptsNow);
-  setText($("running"), formatCount(reading.running));
+  setValue("running", formatCount(reading.running));
   setText($("waiting"), formatCount(reading.waiting));
-  setText($("complete"), formatCount(reading.complete));
+  setValue("complete", formatCount(reading.complete));
   setText($("incomplete"), `${formatCount(reading.failed)} failed, ${formatCount(reading.left)} abandoned`);
-  setText($("cache"), formatShare(reading.cache));
+  setValue("cache", formatShare(reading.cache));
   setBar($("cache-bar"), reading.cache);
   setText($("cache-size"), `of ${formatCount(reading.cacheTokens)} tokens`);
-  setText($("hits"), formatShare(reading.hits));
+  setValue("hits", formatShare(reading.hits));
   setBar($("hits-bar"), reading.hits ?? 0);
   setText($("preemptions"), `${formatCount(reading.preemptions)} preemptions`);
   for (const name of ["first", "next", "whole"]) {
     const { median, tail } = reading[name];
-    setText($(name), formatSeconds(median));
+    setValue(name, formatSeconds(median));
     setText($(`${name}-tail`), median === null ? "no requests" : `99 % below ${formatSeconds(tail)}`);
   }
-  setText($("memory"), reading.memory > 0 ? formatBytes(reading.memory) : NONE);
+  setValue("memory", reading.memory > 0 ? formatBytes(reading.memory) : NONE);
   const shares = info && `weights ${formatBytes(info.weight_bytes)}, cache ${formatBytes(info.kv_cache_bytes)}`;
   setText($("memory-shares"), shares ?? "");
   show($("restarts"), reading.restarts > 0);
