@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Sized
 
 import msgspec
 
@@ -16,7 +15,26 @@ MAX_LOGIT_BIAS = 100.0
 MAX_ID_LIST = 1024  # logit_bias, allowed_token_ids: entries; stop_token_ids over HTTP as well
 MAX_BAD_WORDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_SEED = 2**63 - 1
+MAX_PENALTY = 2.0  # presence, frequency; of either sign
+MAX_REPETITION = 100.0  # and its inverse the least
+MAX_INT = 2**63 - 1
+MAX_SEED = MAX_INT
+
+_RANGES = (
+    ("temperature", 0, 100),
+    ("top_k", -1, MAX_INT),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("seed", -MAX_SEED - 1, MAX_SEED),
+    ("max_tokens", 1, MAX_INT),
+    ("min_tokens", 0, MAX_INT),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
+    ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
+    ("repetition_penalty", 1 / MAX_REPETITION, MAX_REPETITION),
+)
+"""Fields that are numbers: the least and the most; None is not looked at."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -70,38 +88,44 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             InvalidRequest: naming the first field at fault and its type or range.
         """
         self._check_types()
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        if self.top_k < -1:
-            raise InvalidRequest(f"top_k must be -1, 0 or above, not {self.top_k}", param="top_k")
-        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
-            raise InvalidRequest("seed must fit in 64 bits with sign", param="seed")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens must be at least 1, not {self.max_tokens}", param="max_tokens"
-            )
-        if self.min_tokens < 0:
-            raise InvalidRequest("min_tokens must not be negative", param="min_tokens")
+        for name, low, high in _RANGES:
+            if (value := getattr(self, name)) is not None:
+                _in_range(name, value, low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings", param="stop")
-        if any(not text for text in self.stop):
-            raise InvalidRequest("stop strings must not be empty", param="stop")
-        if any(len(text) > MAX_STOP_CHARS for text in self.stop):
-            raise InvalidRequest(
-                f"stop strings have at most {MAX_STOP_CHARS} characters", param="stop"
-            )
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"logprobs must lie between 0 and {MAX_LOGPROBS}, not {self.logprobs}",
-                param="logprobs",
-            )
+        _check_texts("stop", self.stop, "stop strings", MAX_STOP_STRINGS)
+        _check_texts("bad_words", self.bad_words, "bad words", MAX_BAD_WORDS)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        self._check_logit_bias(vocab_size)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidRequest(
+                    "allowed_token_ids is empty, which allows nothing; leave it out to allow all",
+                    param="allowed_token_ids",
+                )
+            _check_count("allowed_token_ids", self.allowed_token_ids, MAX_ID_LIST)
+            check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        _check_count("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        check_token_ids("logprob_token_ids", self.logprob_token_ids, vocab_size)
+
+    def _check_logit_bias(self, vocab_size: int) -> None:
+        _check_count("logit_bias", self.logit_bias, MAX_ID_LIST)
+        for token_id, value in self.logit_bias.items():
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias has the key {show_number(token_id)}; "
+                    f"token ids lie between 0 and {vocab_size - 1}",
+                    param="logit_bias",
+                )
+            if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias[{token_id}] must lie between {-MAX_LOGIT_BIAS:g} and "
+                    f"{MAX_LOGIT_BIAS:g}, not {show_number(value)}",
+                    param="logit_bias",
+                )
 
     def _check_types(self) -> None:
         # A program may have put anything in; a worker that is sent it would see a broken frame.
@@ -123,16 +147,55 @@ def check_token_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"{param}[{index}] is {token_id}; token ids lie between 0 and {vocab_size - 1}",
+                f"{param}[{index}] is {show_number(token_id)}; "
+                f"token ids lie between 0 and {vocab_size - 1}",
                 param=param,
             )
 
 
+def show_number(value: float) -> str:
+    """A number for a message, whatever its size: Python refuses to spell very long ones."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "a number beyond 64 bits"
+    return str(value)
+
+
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # so NaN is out
         raise InvalidRequest(
-            f"{name} must lie between {low:g} and {high:g}, not {value}", param=name
+            f"{name} must {_range_text(low, high)}, not {show_number(value)}", param=name
         )
+
+
+def _range_text(low: float, high: float) -> str:
+    if high < MAX_INT:
+        return f"lie between {low:g} and {high:g}"
+    if low < -1:
+        return "fit in 64 bits with sign"
+    return f"be at least {low:g} and fit in 64 bits with sign"
+
+
+def _check_count(param: str, values: Sized, most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequest(f"{param} has {len(values)} entries; {most} are the most", param=param)
+
+
+def _check_texts(param: str, texts: Sequence[str], what: str, most: int) -> None:
+    if len(texts) > most:
+        raise InvalidRequest(f"at most {most} {what}", param=param)
+    if any(not text for text in texts):
+        raise InvalidRequest(f"{what} must not be empty", param=param)
+    if any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise InvalidRequest(f"{what} have at most {MAX_STOP_CHARS} characters", param=param)
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"{param}[{index}] holds half a surrogate pair at character {error.start}; "
+                "send whole characters",
+                param=param,
+            ) from None
 
 
 _DEFAULTS = {
