@@ -8,9 +8,19 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
+from trioserve.config.schema import Config, HttpConfig
 from trioserve.http.openapi.shapes import EVENTS, ITEM_SCHEMA, JSON
 
 from .client import Answer, Served
+
+
+EVERYTHING: dict[str, Any] = {"admin": True}
+"""Settings of ``[http]`` under which every route is registered."""
+
+
+def everything_on() -> Config:
+    """The configuration with these settings."""
+    return Config(http=HttpConfig(port=0, **EVERYTHING))
 
 
 async def document_of(served: Served) -> dict[str, Any]:

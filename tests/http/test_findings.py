@@ -155,7 +155,7 @@ async def test_f01_http2_when_switched_on(draining: bool) -> None:
         b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET /%ff%00/%2e%2e HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET /v1/models/%F0%9F%98%80%0d%0a HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 40000 + b"\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 40000 + b"\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",

@@ -23,7 +23,7 @@ from trioserve.http.schema import parse_chat, parse_completion
 
 from .client import serving
 from .fake_engine import FakeEngine, FakeStream
-from .openapi_checks import check_answer, document_of
+from .openapi_checks import check_answer, document_of, everything_on
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 COMPLETION: dict[str, Any] = {"prompt": "a"}
@@ -38,10 +38,6 @@ def registered(config: Config) -> set[tuple[str, str]]:
         for method in (rule.methods or ())
         if method not in ("HEAD", "OPTIONS")
     }
-
-
-def everything_on() -> Config:
-    return Config()
 
 
 async def test_every_route_is_described_and_every_description_has_its_route() -> None:

@@ -86,7 +86,8 @@ def error_response(error: RequestError) -> Response:
 def http_error_object(status: int, message: str = "") -> dict[str, Any]:
     """The body for an error of the HTTP machinery; ``message`` in place of the usual one."""
     code, usual = HTTP_ERRORS.get(status) or (f"http_{status}", HTTPStatus(status).phrase.lower())
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    ours = status >= 500 and status not in (501, 505)
+    kind = "server_error" if ours else "invalid_request_error"
     return {"error": {"message": message or usual, "type": kind, "param": None, "code": code}}
 
 
