@@ -9,15 +9,15 @@ import trio
 from quart import request
 
 from trioserve.http.errors import JSON, WrongMediaType
+from trioserve.http.fields import takes_long
 
-LARGE_BODY_BYTES = 256 * 1024  # parsed in a thread from here on
 MAX_LOGGED = 200  # characters of client-chosen names in a log line or header
 
 B = TypeVar("B")
 
 
 async def read_body(parse: Callable[[bytes], B], threads: trio.CapacityLimiter) -> B:
-    """Read the present request's body and parse it, a large one in a thread.
+    """Read the present request's body and parse it, in a thread if that takes long.
 
     Cancellation abandons the thread, whose result is dropped.
 
@@ -28,7 +28,7 @@ async def read_body(parse: Callable[[bytes], B], threads: trio.CapacityLimiter) 
     _check_media_type()
     raw = await request.get_data(False)
     assert isinstance(raw, bytes)
-    if len(raw) < LARGE_BODY_BYTES:
+    if not takes_long(raw):
         return parse(raw)
     return await trio.to_thread.run_sync(parse, raw, abandon_on_cancel=True, limiter=threads)
 

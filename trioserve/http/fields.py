@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+import reprlib
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import orjson
@@ -18,25 +20,33 @@ from trioserve.http.errors import InvalidBody
 MAX_SHOWN = 60  # characters of a value or key in a message
 MAX_FIELDS = 1000
 MAX_FAULTS = 20  # listed; more are counted
+MAX_DEPTH = 100
 # Decoders hold the interpreter's lock from a body's first byte to its last, in a thread too, and
 # every object or array costs the garbage collector as well: 8 MiB of `[],` stop the server for
-# seconds. Prompts are texts and lists of ids, far below both limits.
-MAX_PARTS = 100_000  # arrays, objects and keys
-MAX_ITEMS = 2_000_000
+# seconds. Prompts are texts and lists of ids, far below all limits.
+MAX_NESTED = 50_000  # arrays and objects
+MAX_KEYS = 100_000
+MAX_ITEMS = 1_000_000
+MAX_QUOTES = 200_000  # up to here it is worth to look whether those are inside texts
+SMALL_BODY_BYTES = 4096  # read twice without a thought
+
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = MAX_SHOWN
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
     """Decode a body that must be one JSON object.
 
     Refuses what decoders commonly let pass: NaN and Infinity, numbers beyond a double, halves of
-    surrogate pairs, keys given twice, more parts than a request can need.
+    surrogate pairs, keys given twice, deeper nesting or more parts than a request can need.
 
     Raises:
         InvalidBody: saying what is wrong and, for syntax, where.
     """
     if not raw.strip():
         raise InvalidBody([("", "the body is empty; send a JSON object")])
-    _refuse_costly(raw)
+    num_nested = _refuse_costly(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -45,23 +55,64 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         raise InvalidBody([("", f"the body must be a JSON object, not {kind_of(body)}")])
     if len(body) > MAX_FIELDS:
         raise InvalidBody([("", f"the body has {len(body)} fields; {MAX_FIELDS} are the most")])
-    _refuse_twice_given_keys(raw)
+    if len(raw) <= SMALL_BODY_BYTES and num_nested <= MAX_DEPTH:
+        _refuse_twice_given_keys(raw)
+    else:
+        num_keys = len(body) if raw.count(b"{") == 1 else _num_keys(body)
+        # Whatever follows a key's last quote is here; what is inside texts is counted as well.
+        if num_keys != sum(map(raw.count, (b'":', b'" ', b'"\n', b'"\t', b'"\r'))):
+            _refuse_twice_given_keys(raw)
     return body
 
 
-def _refuse_costly(raw: bytes) -> None:
-    # Counted before anything is decoded, so what looks like a part inside a text counts as well.
+def takes_long(raw: bytes) -> bool:
+    """Whether to decode a body in a thread: by its size, or by the number of its parts."""
+    if len(raw) < 2 * SMALL_BODY_BYTES:
+        return False
+    return len(raw) >= 256 * 1024 or raw.count(b"[") + raw.count(b"{") + raw.count(b",") > 4000
+
+
+def _refuse_costly(raw: bytes) -> int:
+    """The number of arrays and objects, or some more."""
+    # Counted before anything is decoded; texts are left out only if that may change the verdict.
+    num_nested, counted = 0, raw
     for most, marks, what in (
-        (MAX_PARTS, (b"[", b"{", b'":'), "arrays, objects and keys"),
+        (MAX_KEYS, (b":",), "keys"),
         (MAX_ITEMS, (b",",), "items"),
+        (MAX_NESTED, (b"[", b"{"), "arrays and objects"),
     ):
-        if len(raw) > most and (num := sum(map(raw.count, marks))) > most:
-            raise InvalidBody([("", f"the body has some {num} {what}; {most} are the most")])
+        num_nested = sum(map(counted.count, marks))
+        if num_nested > most and counted is raw and raw.count(b'"') <= MAX_QUOTES:
+            counted = _TEXT.sub(b"", raw)
+            num_nested = sum(map(counted.count, marks))
+        if num_nested > most:
+            raise InvalidBody([("", f"the body has some {num_nested} {what}; {most} are the most")])
+    return num_nested
+
+
+def _num_keys(body: dict[str, Any]) -> int:
+    """The number of keys at all depths. Refuses nesting that others would stumble over."""
+    num_keys = depth = 0
+    level: list[Any] = [body]
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidBody([("", f"the body is nested deeper than {MAX_DEPTH} levels")])
+        inner: list[Any] = []
+        for part in level:
+            if type(part) is dict:
+                num_keys += len(part)
+                items: Iterable[Any] = part.values()
+            else:
+                items = part
+            inner += [item for item in items if type(item) is dict or type(item) is list]
+        level = inner
+    return num_keys
 
 
 def _refuse_twice_given_keys(raw: bytes) -> None:
     # orjson keeps the last of equal keys. Its verdict on the syntax stands, so what the standard
-    # parser still refuses can only be the size of a number or the depth.
+    # parser still refuses can only be the size of a number.
     try:
         json.loads(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -96,7 +147,7 @@ def kind_of(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value cut to a length that a message can bear."""
-    text = repr(value)
+    text = _repr.repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
@@ -116,6 +167,7 @@ class Fields:
         self.faults: list[tuple[str, str]] = [] if faults is None else faults
         self._path = path
         self._read: set[str] = set()
+        self._inner: list[Fields] = []
 
     def fault(self, name: str, text: str) -> None:
         """Note that the field ``name`` is wrong."""
@@ -144,6 +196,13 @@ class Fields:
     def unread(self) -> list[str]:
         """Names of fields nobody asked for."""
         return [name for name in self.body if name not in self._read]
+
+    def unknown(self) -> tuple[str, ...]:
+        """Paths of fields nobody asked for, here and inside the objects that were read."""
+        names = [self.path(name) for name in self.unread()]
+        for inner in self._inner:
+            names += inner.unknown()
+        return tuple(names)
 
     def integer(
         self, name: str, default: Any = None, *, low: int | None = None, high: int | None = None
@@ -256,7 +315,19 @@ class Fields:
         if not isinstance(value, dict):
             self.fault(name, f"must be an object, not {kind_of(value)}")
             return None
-        return Fields(value, self.path(name), self.faults)
+        inner = Fields(value, self.path(name), self.faults)
+        self._inner.append(inner)
+        return inner
+
+    def choice(self, name: str, values: tuple[str, ...]) -> str | None:
+        """One of ``values``, or None if absent or faulty."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in values:
+            self.fault(name, f"must be one of {', '.join(values)}, not {kind_of(value)}")
+            return None
+        return value
 
     def neutral(self, name: str, is_neutral: Callable[[Any], bool]) -> None:
         """A known field that is not supported: fine while it asks for nothing."""

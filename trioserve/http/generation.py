@@ -14,13 +14,15 @@ from typing import Protocol, TypeVar
 
 import attrs
 import msgspec
-from quart import Response
+from quart import Response, request
 
 from trioserve.engine.api import EngineApi, Phase, RequestStream, TextDelta, TokenLogprob, Usage
 from trioserve.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from trioserve.http.asgi import AppContext, RequestState
 from trioserve.http.bodies import printable_names, read_body
-from trioserve.http.errors import JSON, unknown_model
+from trioserve.http.errors import JSON, InvalidBody, unknown_model
+from trioserve.http.fields import MAX_FAULTS, MAX_SHOWN
+from trioserve.http.fingerprint import system_fingerprint
 from trioserve.http.open_requests import Answers, Limits, OpenRequest, refuse_abort
 from trioserve.http.routes import request_state
 from trioserve.http.sse import HEADERS, EventStream, Renderer, StreamResponse
@@ -62,6 +64,7 @@ class Order:
         prompts: token ids of each prompt.
         samplings: one for each answer to a prompt; all prompts get the same.
         prompt_field: the field to name if a prompt is too long, or there are too many.
+        max_tokens_field: the field to name if more tokens are asked for than there is room.
     """
 
     prompts: list[list[int]]
@@ -69,6 +72,7 @@ class Order:
     priority: int = 0
     cache_salt: str = ""
     prompt_field: str = "prompt"
+    max_tokens_field: str = "max_tokens"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,15 +85,20 @@ class ChoiceSoFar:
     """One choice of a whole answer while it is collected."""
 
     text: list[str] = attrs.field(factory=list)
+    token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[TokenLogprob] = attrs.field(factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
         """Take in a delta."""
         self.text.append(delta.text)
+        self.token_ids += delta.token_ids
         if delta.logprobs:
-            self.logprobs.extend(delta.logprobs)
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
@@ -100,7 +109,14 @@ class GenerationService:
     def __init__(self, context: AppContext) -> None:
         self.context = context
         http = context.config.http
+        self._fingerprint: str | None = None
         self.limits = Limits(http.request_timeout_s or math.inf, http.queue_timeout_s or math.inf)
+
+    def fingerprint(self) -> str:
+        """``system_fingerprint`` of every answer; only once the model is ready."""
+        if self._fingerprint is None:
+            self._fingerprint = system_fingerprint(self.context.engine.status)
+        return self._fingerprint
 
     def open(self) -> GenerationCall:
         """Count the present request as open until its ASGI call ends.
@@ -163,6 +179,9 @@ class GenerationCall:
         if body.model and body.model not in self.engine.served_names:
             raise unknown_model(body.model, self.engine.served_names)
         self._ignored = body.ignored
+        if self._ignored and self._context.config.http.strict_fields:
+            fault = "is not a known field; leave it out, or set http.strict_fields = false"
+            raise InvalidBody([(name[:MAX_SHOWN], fault) for name in self._ignored[:MAX_FAULTS]])
         if self._ignored:
             names = printable_names(self._ignored)
             log.info("request %s: unknown fields ignored: %s", self.id, names)
@@ -175,6 +194,11 @@ class GenerationCall:
             RequestError: what ended the request.
         """
         return await self._opened.run(work)
+
+    def rename(self, id: str) -> None:
+        """Give the request the id its body asks for, unless it came with one as a header."""
+        if request.headers.get("X-Request-Id") != self.id:
+            self.id = self._state.id = self._opened.id = id
 
     def submit(self, order: Order) -> None:
         """Submit each prompt once per sampling; what was submitted ends with the request.
@@ -190,7 +214,7 @@ class GenerationCall:
             for sampling in order.samplings:
                 stream = self.engine.submit(
                     prompt,
-                    _fitting(sampling, room),
+                    self._fitting(sampling, room, order),
                     priority=order.priority,
                     cache_salt=order.cache_salt,
                 )
@@ -230,6 +254,22 @@ class GenerationCall:
                 param=order.prompt_field,
             )
         return room
+
+    def _fitting(self, sampling: SamplingParams, room: int, order: Order) -> SamplingParams:
+        asked = sampling.max_tokens
+        if asked is None or asked <= room:
+            return sampling
+        if self._context.config.http.max_tokens_policy == "refuse":
+            context_length = self.engine.max_model_len
+            num_tokens = context_length - room
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens and {order.max_tokens_field} is {asked},"
+                f" together {num_tokens + asked}; the context holds {context_length}. Shorten the"
+                f" prompt, or ask for at most {room}",
+                param=order.max_tokens_field,
+            )
+        min_tokens = min(sampling.min_tokens, room)
+        return msgspec.structs.replace(sampling, max_tokens=room, min_tokens=min_tokens)
 
     def usage(self) -> Usage:
         """What was delivered so far: each prompt counted once, all answers summed."""
@@ -290,14 +330,6 @@ class GenerationCall:
         if self._ignored:
             response.headers["X-Trioserve-Ignored-Fields"] = printable_names(self._ignored)
         return response
-
-
-def _fitting(sampling: SamplingParams, room: int) -> SamplingParams:
-    if sampling.max_tokens is None or sampling.max_tokens <= room:
-        return sampling
-    return msgspec.structs.replace(
-        sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room)
-    )
 
 
 async def _collect_all(streams: list[RequestStream], watch: Watch) -> list[ChoiceSoFar]:

@@ -1,22 +1,24 @@
-"""The JSON of answers in OpenAI's shapes; pure."""
+"""What the answers of OpenAI's two generation routes have in common; pure."""
 
 from __future__ import annotations
 
-import codecs
 import math
 from collections.abc import Callable
 from typing import Any
 
 import attrs
+import orjson
 
 from trioserve.engine.api import TextDelta, TokenLogprob, Usage
 from trioserve.errors import RequestError
 from trioserve.http.errors import error_object
-from trioserve.http.generation import ChoiceSoFar
+from trioserve.http.schema import Shape
 from trioserve.http.sse import encode_event
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 DONE = b"data: [DONE]\n\n"
+
+Timings = Callable[[], dict[str, Any]]
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -29,216 +31,131 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-@attrs.frozen
+def finite(logprob: float) -> float:
+    """A log probability as JSON can carry it."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def prompt_logprobs_object(
+    entries: list[TokenLogprob | None] | None, num_top: int | None
+) -> list[dict[str, Any] | None] | None:
+    """For each token of a prompt ``{token id: {logprob, rank, decoded_token}}``, as vLLM has it:
+    of the token itself and the best ``num_top``; null for the first. None if not asked for."""
+    if entries is None or num_top is None:
+        return None
+    return [None if entry is None else _ranked(entry, num_top) for entry in entries]
+
+
+def _ranked(entry: TokenLogprob, num_top: int) -> dict[str, Any]:
+    ranks = {token.token_id: index + 1 for index, token in enumerate(entry.top)}
+    return {
+        str(token.token_id): {
+            "logprob": finite(token.logprob),
+            "rank": token.rank or ranks.get(token.token_id),
+            "decoded_token": token.token,
+        }
+        for token in (entry, *entry.top[:num_top])
+    }
+
+
+@attrs.frozen(kw_only=True)
 class Head:
-    """What every chunk of one answer repeats."""
+    """What every chunk of one answer repeats, and what of it is shown.
+
+    ``timings`` tells what took how long so far.
+    """
 
     id: str
     created: int
     model: str
-    with_usage: bool  # the usage chunk was asked for: others say null
-    want_logprobs: bool
+    fingerprint: str
+    num_prompt_tokens: int
+    shape: Shape
+    timings: Timings
 
 
-class _Renderer:
-    """What both routes have in common."""
+class OpenAIRenderer:
+    """Chunks of one answer, and the answer in one piece.
 
-    kind: str  # of chunks
+    Args:
+        head: what all chunks repeat.
+        num_choices: of all prompts.
+    """
 
-    def __init__(self, head: Head) -> None:
+    whole_kind: str  # ``object`` of an answer in one piece
+    chunk_kind: str
+
+    def __init__(self, head: Head, num_choices: int) -> None:
         self._head = head
+        self._shape = head.shape
+        self._num_running = num_choices
+        self._num_output_tokens = 0
+        self._plain = head.shape.logprobs is None and not head.shape.token_ids
+        repeated = orjson.dumps(self._base(self.chunk_kind))
+        self._start = b"data: " + repeated[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if head.shape.usage else b"]}\n\n"
+
+    def _delta(self, delta: TextDelta) -> dict[str, Any]:
+        """Take note of a delta; what its chunk has beside its choice."""
+        self._num_output_tokens += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return {}
+        self._num_running -= 1
+        if self._num_running or self._shape.usage or not self._shape.timings:
+            return {}
+        return {"metrics": self._head.timings()}
+
+    def _shows(self, delta: TextDelta) -> bool:
+        return bool(
+            delta.text
+            or delta.logprobs
+            or delta.finish_reason is not None
+            or (self._shape.token_ids and delta.token_ids)
+        )
 
     def closing(self, usage: Callable[[], Usage]) -> bytes:
         """The usage in a chunk without choices, if it was asked for, and the mark of success."""
-        if not self._head.with_usage:
+        if not self._shape.usage:
             return DONE
-        return encode_event(self._base(self.kind, []) | {"usage": usage_object(usage())}) + DONE
+        more: dict[str, Any] = {"usage": usage_object(usage())}
+        if self._shape.timings:
+            more["metrics"] = self._head.timings()
+        return self._start + b"]," + orjson.dumps(more)[1:] + b"\n\n" + DONE
 
     def failure(self, error: RequestError) -> bytes:
         """An event with the error; no mark follows it."""
         return encode_event(error_object(error))
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        chunk = self._base(self.kind, [choice])
-        if self._head.with_usage:
-            chunk["usage"] = None
-        return encode_event(chunk)
+    def _chunk(self, choice: bytes, more: dict[str, Any] | None = None) -> bytes:
+        if not more and not self._shape.running_usage:
+            return self._start + choice + self._end
+        more = dict(more or {})
+        if self._shape.running_usage:
+            prompt, output = self._head.num_prompt_tokens, self._num_output_tokens
+            more["usage"] = {
+                "prompt_tokens": prompt,
+                "completion_tokens": output,
+                "total_tokens": prompt + output,
+            }
+        elif self._shape.usage:
+            more["usage"] = None
+        return self._start + choice + b"]," + orjson.dumps(more)[1:] + b"\n\n"
 
-    def _base(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return self._base(self.whole_kind) | {
+            "choices": choices,
+            "usage": usage_object(usage),
+            "service_tier": None,
+            "kv_transfer_params": None,
+            "metrics": self._head.timings() if self._shape.timings else None,
+        }
+
+    def _base(self, kind: str) -> dict[str, Any]:
         head = self._head
         return {
             "id": head.id,
             "object": kind,
             "created": head.created,
             "model": head.model,
-            "system_fingerprint": None,
-            "choices": choices,
+            "system_fingerprint": head.fingerprint,
         }
-
-
-class ChatRenderer(_Renderer):
-    """``chat.completion`` and its chunks."""
-
-    kind = "chat.completion.chunk"
-
-    def __init__(self, head: Head, num_choices: int) -> None:
-        super().__init__(head)
-        self._num_choices = num_choices
-
-    def opening(self) -> bytes:
-        """One chunk per choice with the role alone."""
-        role = {"role": "assistant", "content": ""}
-        return b"".join(
-            self._chunk(_chat_choice(index, role, None)) for index in range(self._num_choices)
-        )
-
-    def delta(self, choice: int, delta: TextDelta) -> bytes:
-        """The chunk for a delta; none if it shows nothing."""
-        if not delta.text and not delta.logprobs and delta.finish_reason is None:
-            return b""
-        content = {"content": delta.text} if delta.text else {}
-        rendered = _chat_choice(choice, content, self._logprobs(delta.logprobs or []))
-        rendered["finish_reason"] = delta.finish_reason
-        if delta.finish_reason is not None:
-            rendered["stop_reason"] = delta.stop_reason
-        return self._chunk(rendered)
-
-    def whole(self, choices: list[ChoiceSoFar], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece."""
-        rendered = [
-            {
-                "index": index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(choice.text),
-                    "refusal": None,
-                },
-                "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return self._base("chat.completion", rendered) | {"usage": usage_object(usage)}
-
-    def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._head.want_logprobs:
-            return None
-        content = [
-            _chat_token(token) | {"top_logprobs": [_chat_token(other) for other in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-
-def _chat_choice(index: int, delta: dict[str, Any], logprobs: Any) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": token.token,
-        "logprob": _finite(token.logprob),
-        "bytes": list(token.token_bytes),
-    }
-
-
-class CompletionRenderer(_Renderer):
-    """``text_completion``, whole and in chunks.
-
-    Args:
-        head: what all chunks repeat.
-        echoes: for each choice the text shown before the answer, empty for none.
-    """
-
-    kind = "text_completion"
-
-    def __init__(self, head: Head, echoes: list[str]) -> None:
-        super().__init__(head)
-        self._echoes = echoes
-        self._offsets = [_Offsets(len(echo)) for echo in echoes]
-
-    def opening(self) -> bytes:
-        """The echoed prompts, if any."""
-        return b"".join(
-            self._chunk(_text_choice(index, echo, None, None, None))
-            for index, echo in enumerate(self._echoes)
-            if echo
-        )
-
-    def delta(self, choice: int, delta: TextDelta) -> bytes:
-        """The chunk for a delta; none if it shows nothing."""
-        if not delta.text and not delta.logprobs and delta.finish_reason is None:
-            return b""
-        logprobs = self._logprobs(choice, delta.logprobs or [])
-        return self._chunk(
-            _text_choice(choice, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
-        )
-
-    def whole(self, choices: list[ChoiceSoFar], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece."""
-        rendered = [
-            _text_choice(
-                index,
-                self._echoes[index] + "".join(choice.text),
-                self._logprobs(index, choice.logprobs),
-                choice.finish_reason,
-                choice.stop_reason,
-            )
-            for index, choice in enumerate(choices)
-        ]
-        return self._base(self.kind, rendered) | {"usage": usage_object(usage)}
-
-    def _logprobs(self, choice: int, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._head.want_logprobs:
-            return None
-        offsets = self._offsets[choice]
-        return {
-            "tokens": [_token_key(token) for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            # The chosen token is always among them, so there may be one more than asked for.
-            "top_logprobs": [
-                {_token_key(other): _finite(other.logprob) for other in (*token.top, token)}
-                for token in tokens
-            ],
-            "text_offset": [offsets.next(token.token_bytes) for token in tokens],
-        }
-
-
-def _text_choice(
-    index: int, text: str, logprobs: Any, finish_reason: str | None, stop_reason: str | int | None
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": finish_reason,
-        "stop_reason": stop_reason,
-    }
-
-
-class _Offsets:
-    """Where each token begins in the text, in characters; tokens may end inside one."""
-
-    def __init__(self, start: int) -> None:
-        self._offset = start
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def next(self, token_bytes: bytes) -> int:
-        """The offset of the next token."""
-        offset = self._offset
-        self._offset += len(self._decoder.decode(token_bytes))
-        return offset
-
-
-def _token_key(token: TokenLogprob) -> str:
-    """The token's text, or its bytes where they are no text: keys must tell tokens apart."""
-    try:
-        token.token_bytes.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
-    return token.token
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

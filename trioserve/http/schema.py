@@ -7,24 +7,88 @@ of fields in docs/http.md is held to this module by a test.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
 from typing import Any, ClassVar
 
 import attrs
 import msgspec
 
-from trioserve.http.fields import Fields, decode_object, kind_of, shown
-from trioserve.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SamplingParams
+from trioserve.http.fields import Fields, decode_object
+from trioserve.http.prompt_fields import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    ROLES,
+    last_text,
+    read_documents,
+    read_messages,
+    read_prompts,
+)
+from trioserve.http.refused import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    SHARED_NEUTRAL,
+    WITHOUT_EFFECT,
+    read_refused,
+)
+from trioserve.http.sampling_fields import (
+    MAX_CHOICES,
+    MAX_INT,
+    MAX_STOP_TOKEN_IDS,
+    Rules,
+    read_sampling,
+)
+from trioserve.sampling_params import MAX_SEED, SamplingParams
+
+__all__ = [
+    "CHAT_NEUTRAL",
+    "COMPLETION_NEUTRAL",
+    "MAX_CHOICES",
+    "MAX_INT",
+    "MAX_MESSAGES",
+    "MAX_PROMPTS",
+    "MAX_STOP_TOKEN_IDS",
+    "ROLES",
+    "SHARED_NEUTRAL",
+    "WITHOUT_EFFECT",
+    "ChatRequest",
+    "CompletionRequest",
+    "GenerationRequest",
+    "Rules",
+    "parse_chat",
+    "parse_completion",
+    "read_messages",
+]
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_CHOICES = 128
-MAX_PROMPTS = 1024
 MAX_STREAMS = 1024  # prompts times n of one request
-MAX_MESSAGES = 16384
-MAX_STOP_TOKEN_IDS = 1024
-MAX_INT = 2**63 - 1
+MAX_TEMPLATE_CHARS = 128 * 1024
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 1e9
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SIDES = ("left", "right")
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """What of an answer is shown, beside its text.
+
+    Attributes:
+        usage: a chunk with the usage ends a stream.
+        running_usage: every chunk has the usage so far.
+        logprobs: how many alternatives are shown with each token; None for no log probabilities.
+        prompt_logprobs: likewise for each token of the prompt.
+        token_ids: the ids of prompt and answer are shown.
+        tokens_as_ids: tokens beside log probabilities are named by their ids.
+        timings: what took how long is shown.
+    """
+
+    usage: bool = False
+    running_usage: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    timings: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -32,11 +96,16 @@ class GenerationRequest:
     """What both routes have in common.
 
     Attributes:
-        prompt_field: the field that holds the prompt.
+        prompt_field, max_tokens_field: the fields that hold them, for messages.
         model: as asked, empty for the served one.
-        sampling: for the first choice; choice i is seeded with seed + i. ``max_tokens`` is None
-            where it was not given and the route has no default.
+        request_id: empty where it was not given.
+        sampling: for the first choice, see ``samplings``. ``max_tokens`` is None where neither the
+            request nor the model nor the route has one.
         num_choices: n.
+        best_of: how many answers are made, of which the best n are shown.
+        truncate_prompt_tokens: the most tokens of a prompt that are used; -1: what leaves room for
+            ``max_tokens``; None: all.
+        truncation_side: where what is too much is cut off.
         timeout_s, queue_timeout_s: infinite where they were not given.
         ignored: names of unknown fields.
     """
@@ -44,99 +113,163 @@ class GenerationRequest:
     prompt_field: ClassVar[str] = "prompt"
 
     model: str
+    request_id: str
     sampling: SamplingParams
     num_choices: int
+    best_of: int
     stream: bool
-    include_usage: bool
+    shape: Shape
+    truncate_prompt_tokens: int | None
+    truncation_side: str
     priority: int
     cache_salt: str
     timeout_s: float
     queue_timeout_s: float
     ignored: tuple[str, ...]
 
-    def sampling_of(self, choice: int) -> SamplingParams:
-        """Sampling parameters of one choice: seeds differ, all else is shared."""
-        seed = self.sampling.seed
-        if seed is None or choice == 0:
-            return self.sampling
-        shifted = (seed + choice + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
-        return msgspec.structs.replace(self.sampling, seed=shifted)
+    @property
+    def max_tokens_field(self) -> str:
+        """The field to name if more tokens are asked for than there is room."""
+        return "max_tokens"
+
+    def samplings(self) -> list[SamplingParams]:
+        """One for each answer to a prompt. Answer i is seeded with ``seed`` + i; the prompt's log
+        probabilities are the same for all, so only the first asks for them."""
+        first = self.sampling
+        if self.best_of > self.num_choices and first.logprobs is None:
+            first = msgspec.structs.replace(first, logprobs=0)  # to be ranked by
+        if self.best_of == 1:
+            return [first]
+        other = msgspec.structs.replace(first, prompt_logprobs=None)
+        return [
+            first,
+            *(
+                other if first.seed is None else _reseeded(other, first.seed + index)
+                for index in range(1, self.best_of)
+            ),
+        ]
+
+
+def _reseeded(sampling: SamplingParams, seed: int) -> SamplingParams:
+    around = (seed + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
+    return msgspec.structs.replace(sampling, seed=around)
 
 
 @attrs.frozen(kw_only=True)
 class CompletionRequest(GenerationRequest):
-    """Body of ``/v1/completions``; ``prompts`` are texts or token ids, at least one."""
+    """Body of ``/v1/completions``.
+
+    Attributes:
+        prompts: texts or token ids, at least one.
+        echo: the prompt is shown before the answer.
+        scores: nothing but the prompt is wanted; one token is made and not shown.
+    """
 
     prompts: tuple[str | list[int], ...]
     echo: bool
+    scores: bool
     add_special_tokens: bool
 
 
 @attrs.frozen(kw_only=True)
 class ChatRequest(GenerationRequest):
-    """Body of ``/v1/chat/completions``; ``messages`` as given, their shape checked."""
+    """Body of ``/v1/chat/completions``.
+
+    Attributes:
+        messages: as given, their shape checked.
+        echo: text shown before the answer, empty for none.
+        prompt_text: the rendered prompt is shown.
+    """
 
     prompt_field: ClassVar[str] = "messages"
 
     messages: list[dict[str, Any]]
+    echo: str
+    prompt_text: bool
     add_generation_prompt: bool
-    template_kwargs: dict[str, Any] | None
+    continue_final_message: bool
+    add_special_tokens: bool
+    chat_template: str | None
+    template_kwargs: dict[str, Any]
+    has_completion_limit: bool
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field to name if more tokens are asked for than there is room."""
+        return "max_completion_tokens" if self.has_completion_limit else "max_tokens"
 
 
-def parse_completion(raw: bytes) -> CompletionRequest:
+def parse_completion(raw: bytes, rules: Rules | None = None) -> CompletionRequest:
     """Decode and check a body of ``/v1/completions``.
 
     Raises:
         InvalidBody: listing all faults with their paths.
     """
+    rules = rules or Rules()
     fields = Fields(decode_object(raw))
-    prompts = _read_prompts(fields)
+    prompts = read_prompts(fields)
     echo = fields.boolean("echo")
-    logprobs = fields.integer("logprobs", low=0, high=MAX_LOGPROBS)
-    if echo and any(not isinstance(prompt, str) for prompt in prompts):
-        fields.fault("echo", "is supported for prompts given as text")
-    if echo and logprobs is not None:
-        fields.fault("echo", "is not supported together with logprobs")
-    max_tokens = fields.integer("max_tokens", DEFAULT_COMPLETION_TOKENS, low=1, high=MAX_INT)
-    common = _read_common(fields, max_tokens, logprobs)
-    if len(prompts) * common["num_choices"] > MAX_STREAMS:
-        fields.fault("n", f"prompts times n must be at most {MAX_STREAMS}")
+    logprobs = fields.integer("logprobs", low=0, high=rules.max_logprobs)
+    max_tokens = fields.integer(
+        "max_tokens", DEFAULT_COMPLETION_TOKENS, low=0 if echo else 1, high=MAX_INT
+    )
+    best_of = fields.integer("best_of", low=1, high=rules.max_n)
+    common = _read_common(
+        fields, rules, max(max_tokens, 1), logprobs, best_of, logprobs if echo else None
+    )
+    if len(prompts) * common["best_of"] > MAX_STREAMS:
+        name = "n" if best_of is None else "best_of"
+        fields.fault(name, f"prompts times {name} must be at most {MAX_STREAMS}")
     add_special_tokens = fields.boolean("add_special_tokens", True)
-    fields.neutral("best_of", lambda value: value == common["num_choices"])
-    _read_rest(fields, COMPLETION_NEUTRAL)
+    read_refused(fields, COMPLETION_NEUTRAL)
     fields.raise_faults()
     return CompletionRequest(
         prompts=prompts,
         echo=echo,
+        scores=max_tokens == 0,
         add_special_tokens=add_special_tokens,
-        ignored=tuple(fields.unread()),
+        ignored=fields.unknown(),
         **common,
     )
 
 
-def parse_chat(raw: bytes) -> ChatRequest:
+def parse_chat(raw: bytes, rules: Rules | None = None) -> ChatRequest:
     """Decode and check a body of ``/v1/chat/completions``.
 
     Raises:
         InvalidBody: listing all faults with their paths.
     """
+    rules = rules or Rules()
     fields = Fields(decode_object(raw))
     messages = read_messages(fields)
     wants_logprobs = fields.boolean("logprobs")
-    top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_LOGPROBS)
+    top_logprobs = fields.integer("top_logprobs", low=0, high=rules.max_logprobs)
     if top_logprobs and not wants_logprobs:
         fields.fault("top_logprobs", "needs logprobs to be true")
     logprobs = (top_logprobs or 0) if wants_logprobs else None
-    common = _read_common(fields, _chat_max_tokens(fields), logprobs)
-    add_generation_prompt = fields.boolean("add_generation_prompt", True)
-    kwargs = fields.object("chat_template_kwargs")
-    _read_rest(fields, CHAT_NEUTRAL)
+    max_tokens = _chat_max_tokens(fields, rules)
+    common = _read_common(fields, rules, max_tokens, logprobs, None, None)
+    continues = fields.boolean("continue_final_message")
+    opens = fields.boolean("add_generation_prompt", not continues)
+    if continues and opens:
+        fields.fault("continue_final_message", "contradicts add_generation_prompt; give one")
+    echo = fields.boolean("echo")
+    values: dict[str, Any] = {
+        "prompt_text": fields.boolean("return_prompt_text"),
+        "add_generation_prompt": opens,
+        "continue_final_message": continues,
+        "add_special_tokens": fields.boolean("add_special_tokens"),
+        "chat_template": _chat_template(fields, rules),
+        "template_kwargs": _template_kwargs(fields),
+        "has_completion_limit": fields.value("max_completion_tokens") is not None,
+    }
+    read_refused(fields, CHAT_NEUTRAL)
     fields.raise_faults()
     return ChatRequest(
         messages=messages,
-        add_generation_prompt=add_generation_prompt,
-        template_kwargs=kwargs.body if kwargs is not None else None,
-        ignored=tuple(fields.unread()),
+        echo=last_text(messages) if echo else "",
+        ignored=fields.unknown(),
+        **values,
         **common,
     )
 
@@ -144,33 +277,37 @@ def parse_chat(raw: bytes) -> ChatRequest:
 # ------------------------------------------------------------------------------- the parts
 
 
-def _read_common(fields: Fields, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+def _read_common(
+    fields: Fields,
+    rules: Rules,
+    max_tokens: int | None,
+    logprobs: int | None,
+    best_of: int | None,
+    echoed_logprobs: int | None,
+) -> dict[str, Any]:
     """The fields both routes share, as arguments of GenerationRequest."""
     stream = fields.boolean("stream")
-    min_tokens = fields.integer("min_tokens", 0, low=0, high=MAX_INT)
-    if max_tokens is not None and min_tokens > max_tokens:
-        fields.fault("min_tokens", f"({min_tokens}) is over max_tokens ({max_tokens})")
-    top_k = fields.integer("top_k", 0, low=-1, high=MAX_INT)
-    sampling = SamplingParams(
-        temperature=fields.number("temperature", 1.0, low=0.0, high=100.0),
-        top_k=max(top_k, 0),
-        top_p=fields.number("top_p", 1.0, low=0.0, high=1.0),
-        min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
-        seed=fields.integer("seed", low=-MAX_SEED - 1, high=MAX_SEED),
+    shown = fields.integer("prompt_logprobs", low=0, high=rules.max_logprobs)
+    if stream and shown is not None:
+        fields.fault("prompt_logprobs", "is not supported together with stream")
+    asked = [k for k in (shown, echoed_logprobs) if k is not None]
+    sampling = read_sampling(
+        fields,
+        rules,
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=fields.strings("stop", max_items=MAX_STOP_STRINGS),
-        stop_token_ids=fields.integers("stop_token_ids", max_items=MAX_STOP_TOKEN_IDS),
-        include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
-        ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
+        prompt_logprobs=max(asked, default=None),
     )
+    num_choices = fields.integer("n", 1, low=1, high=rules.max_n)
     return {
         "model": fields.string("model"),
+        "request_id": _request_id(fields),
         "sampling": sampling,
-        "num_choices": fields.integer("n", 1, low=1, high=MAX_CHOICES),
+        "num_choices": num_choices,
+        "best_of": _best_of(fields, best_of, num_choices, stream),
         "stream": stream,
-        "include_usage": _read_stream_options(fields, stream),
+        "shape": _read_shape(fields, rules, stream, sampling.logprobs, shown),
+        **_read_truncation(fields),
         "priority": fields.integer("priority", 0, low=-MAX_INT - 1, high=MAX_INT),
         "cache_salt": fields.string("cache_salt", max_chars=128),
         "timeout_s": _timeout(fields, "timeout_s"),
@@ -178,217 +315,96 @@ def _read_common(fields: Fields, max_tokens: int | None, logprobs: int | None) -
     }
 
 
+def _read_shape(
+    fields: Fields,
+    rules: Rules,
+    stream: bool,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Shape:
+    options = fields.object("stream_options")
+    if options is not None and not stream:
+        fields.fault("stream_options", "needs stream to be true")
+    return Shape(
+        usage=options is not None and options.boolean("include_usage"),
+        running_usage=options is not None and options.boolean("continuous_usage_stats"),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        token_ids=fields.boolean("return_token_ids"),
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
+        timings=fields.boolean("include_timings", rules.timings),
+    )
+
+
 def _timeout(fields: Fields, name: str) -> float:
     return fields.number(name, math.inf, low=MIN_TIMEOUT_S, high=MAX_TIMEOUT_S)
 
 
-def _read_stream_options(fields: Fields, stream: bool) -> bool:
-    options = fields.object("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        fields.fault("stream_options", "needs stream to be true")
-    options.neutral("continuous_usage_stats", _is(False))
-    return options.boolean("include_usage")
+def _request_id(fields: Fields) -> str:
+    value = fields.string("request_id")
+    if value and not REQUEST_ID.fullmatch(value):
+        fields.fault("request_id", "must be 1 to 128 letters, digits, dots, colons, _ and -")
+    return value
 
 
-def _read_rest(fields: Fields, neutral: dict[str, Callable[[Any], bool]]) -> None:
-    for name in fields.unread():
-        is_neutral = SHARED_NEUTRAL.get(name) or neutral.get(name)
-        if is_neutral is not None:
-            fields.neutral(name, is_neutral)
-        elif name in WITHOUT_EFFECT:
-            fields.value(name)
+def _best_of(fields: Fields, best_of: int | None, num_choices: int, stream: bool) -> int:
+    if best_of is None:
+        return num_choices
+    if best_of < num_choices:
+        fields.fault("best_of", f"({best_of}) is less than n ({num_choices})")
+    elif best_of > num_choices and stream:
+        fields.fault("best_of", "must equal n in a stream: the best is known only at the end")
+    return best_of
 
 
-def _chat_max_tokens(fields: Fields) -> int | None:
+def _read_truncation(fields: Fields) -> dict[str, Any]:
+    most = fields.integer("truncate_prompt_tokens", low=-1, high=MAX_INT)
+    if most == 0:
+        fields.fault("truncate_prompt_tokens", "must be at least 1, or -1 for what there is room")
+    side = fields.choice("truncation_side", SIDES)
+    if side is not None and most is None:
+        fields.fault("truncation_side", "needs truncate_prompt_tokens")
+    return {"truncate_prompt_tokens": most, "truncation_side": side or "left"}
+
+
+def _chat_max_tokens(fields: Fields, rules: Rules) -> int | None:
     old = fields.integer("max_tokens", low=1, high=MAX_INT)
     new = fields.integer("max_completion_tokens", low=1, high=MAX_INT)
     if old is not None and new is not None and old != new:
         fields.fault(
             "max_completion_tokens", f"({new}) contradicts max_tokens ({old}); give one of them"
         )
-    chosen = old if new is None else new
-    return int(chosen) if chosen is not None else None
+    for chosen in (new, old, rules.defaults.max_tokens):
+        if chosen is not None:
+            return int(chosen)
+    return None
 
 
-def _read_prompts(fields: Fields) -> tuple[str | list[int], ...]:
-    value = fields.value("prompt")
-    wanted = "a string, an array of strings, of token ids, or of arrays of token ids"
-    if value is None:
-        fields.fault("prompt", f"is missing; give {wanted}")
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
-        fields.fault("prompt", f"must be {wanted}, not {kind_of(value)}")
-        return ()
-    if not value:
-        fields.fault("prompt", "must not be an empty array")
-        return ()
-    if isinstance(value[0], int) and not isinstance(value[0], bool):
-        return (value,) if _are_token_ids(fields, "prompt", value) else ()
-    if len(value) > MAX_PROMPTS:
-        fields.fault("prompt", f"must have at most {MAX_PROMPTS} prompts, not {len(value)}")
-        return ()
-    return tuple(_read_prompt_list(fields, value, wanted))
-
-
-def _read_prompt_list(fields: Fields, values: list[Any], wanted: str) -> list[str | list[int]]:
-    prompts: list[str | list[int]] = []
-    for index, item in enumerate(values):
-        path = f"prompt[{index}]"
-        if type(item) is not type(values[0]) or not isinstance(item, str | list):
-            fields.fault(path, f"is {kind_of(item)}; prompt must be {wanted}")
-        elif isinstance(item, list) and not item:
-            fields.fault(path, "must not be an empty array")
-        elif isinstance(item, str) or _are_token_ids(fields, path, item):
-            prompts.append(item)
-    return prompts
-
-
-def _are_token_ids(fields: Fields, path: str, items: list[Any]) -> bool:
-    for index, item in enumerate(items):
-        if type(item) is not int or item < 0:
-            fields.fault(f"{path}[{index}]", f"must be a token id, not {kind_of(item)}")
-            return False
-    return True
-
-
-def read_messages(fields: Fields) -> list[dict[str, Any]]:
-    """The messages of a chat, each of a legal shape; faults are noted in ``fields``."""
-    value = fields.value("messages")
-    if value is None:
-        fields.fault("messages", "is missing; give an array of messages")
-    elif not isinstance(value, list):
-        fields.fault("messages", f"must be an array of messages, not {kind_of(value)}")
-    elif not value:
-        fields.fault("messages", "must not be empty")
-    elif len(value) > MAX_MESSAGES:
-        fields.fault("messages", f"must have at most {MAX_MESSAGES} items, not {len(value)}")
-    else:
-        for index, message in enumerate(value):
-            _check_message(fields, f"messages[{index}]", message)
-        return value
-    return []
-
-
-def _check_message(fields: Fields, path: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        fields.fault(path, f"must be an object, not {kind_of(message)}")
-        return
-    inner = Fields(message, fields.path(path), fields.faults)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        inner.fault("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-    inner.string("name")
-    inner.string("tool_call_id")
-    _check_content(inner, message.get("content"))
-    calls = message.get("tool_calls")
-    if calls is not None and not (
-        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-    ):
-        inner.fault("tool_calls", "must be an array of objects")
-
-
-def _check_content(message: Fields, content: Any) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        message.fault("content", f"must be a string or an array of parts, not {kind_of(content)}")
-        return
-    for index, part in enumerate(content):
-        path = f"content[{index}]"
-        if not isinstance(part, dict):
-            message.fault(path, f"must be an object, not {kind_of(part)}")
-        elif part.get("type") != "text":
-            message.fault(
-                f"{path}.type", f"{shown(part.get('type'))} is not supported; only text is"
-            )
-        elif not isinstance(part.get("text"), str):
-            message.fault(f"{path}.text", f"must be a string, not {kind_of(part.get('text'))}")
-
-
-# ------------------------------------------------------------- known, but not supported
-
-
-def _is(*neutral: Any) -> Callable[[Any], bool]:
-    """Equal to one of the values, in type as well, except that 0 and 0.0 are the same."""
-
-    def check(value: Any) -> bool:
-        return any(
-            value == other and isinstance(value, bool) == isinstance(other, bool)
-            for other in neutral
+def _chat_template(fields: Fields, rules: Rules) -> str | None:
+    template = fields.string("chat_template", max_chars=MAX_TEMPLATE_CHARS)
+    if template and not rules.trust_chat_template:
+        fields.fault(
+            "chat_template",
+            "is a program, and this server runs none that come with requests; the operator can"
+            " allow it with http.trust_request_chat_template",
         )
-
-    return check
-
-
-def _is_text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
+    return template or None
 
 
-SHARED_NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "frequency_penalty": _is(0),
-    "presence_penalty": _is(0),
-    "repetition_penalty": _is(1),
-    "length_penalty": _is(1),
-    "logit_bias": _is({}),
-    "response_format": _is_text_format,
-    "structured_outputs": _is({}),
-    "guided_json": _is(),
-    "guided_regex": _is(),
-    "guided_choice": _is(),
-    "guided_grammar": _is(),
-    "use_beam_search": _is(False),
-    "early_stopping": _is(False),
-    "prompt_logprobs": _is(),
-    "logprob_token_ids": _is([]),
-    "allowed_token_ids": _is(),
-    "bad_words": _is([]),
-    "skip_special_tokens": _is(True),
-    "spaces_between_special_tokens": _is(True),
-    "truncate_prompt_tokens": _is(),
-    "return_token_ids": _is(False),
-    "return_tokens_as_token_ids": _is(False),
-    "service_tier": _is("auto", "default"),
-    "kv_transfer_params": _is({}),
-}
-"""Fields of both routes that are refused unless their value asks for nothing."""
-
-COMPLETION_NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "suffix": _is(""),
-    "prompt_embeds": _is(),
-}
-
-CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "tools": _is([]),
-    "tool_choice": _is("none", "auto"),
-    "functions": _is([]),
-    "function_call": _is("none", "auto"),
-    "modalities": _is(["text"]),
-    "audio": _is(),
-    "prediction": _is(),
-    "reasoning_effort": _is("none"),
-    "verbosity": _is("medium"),
-    "web_search_options": _is(),
-    "store": _is(False),
-    "echo": _is(False),
-    "best_of": _is(1),
-    "continue_final_message": _is(False),
-    "add_special_tokens": _is(False),
-    "documents": _is([]),
-    "chat_template": _is(),
-    "thinking_token_budget": _is(),
-}
-
-WITHOUT_EFFECT = (
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "parallel_tool_calls",
-    "include_reasoning",
-    "request_id",
-)
-"""Known fields that change no answer here: passed over without a word."""
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Variables of the template: those that have fields of their own, and any others."""
+    given = fields.value("chat_template_kwargs")
+    own: dict[str, Any] = {}
+    if documents := read_documents(fields):
+        own["documents"] = documents
+    effort = fields.choice("reasoning_effort", REASONING_EFFORTS)
+    if effort is not None:
+        own["reasoning_effort"] = effort
+    if effort == "none":
+        own["enable_thinking"] = False  # as those templates call it that can do without
+    if given is None:
+        return own
+    if not isinstance(given, dict):
+        fields.object("chat_template_kwargs")  # notes the fault
+        return own
+    return own | given

@@ -109,7 +109,7 @@ class EventStream:
         opening = self._renderer.opening()
         first, self._first = self._first, None
         # A first delta may have nothing to show yet: then a comment carries the headers out.
-        shown = self._render(first) if first is not None else b""
+        shown = self._guarded(first) if first is not None else b""
         await write(opening + shown or COMMENT)
         while not self._ended:
             patience_s = self._patience_s()
@@ -122,13 +122,23 @@ class EventStream:
     async def _next(self) -> bytes:
         try:
             while True:
-                if data := self._render(await self._request.wait_for(self._answers)):
+                event = await self._request.wait_for(self._answers)
+                if data := self._guarded(event):
                     return data
         except RequestError as error:
             return self._fail(error)
         except Exception:
-            log.exception("a streamed answer failed")
-            return self._fail(RequestFailed("internal error", code="internal_error"))
+            return self._bug()
+
+    def _guarded(self, event: tuple[int, TextDelta]) -> bytes:
+        try:
+            return self._render(event)
+        except Exception:
+            return self._bug()
+
+    def _bug(self) -> bytes:
+        log.exception("a streamed answer failed")
+        return self._fail(RequestFailed("internal error", code="internal_error"))
 
     def _interrupted(self, patience_s: float) -> bytes:
         """What to send after a wait that ended without an event; may be nothing."""

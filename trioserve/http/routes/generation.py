@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 from quart import Response
 
+from trioserve.errors import ContextLengthExceeded
 from trioserve.http.asgi import App
-from trioserve.http.generation import GenerationCall, GenerationService, Order
-from trioserve.http.render import ChatRenderer, CompletionRenderer, Head
-from trioserve.http.schema import GenerationRequest, parse_chat, parse_completion
+from trioserve.http.generation import ChoiceSoFar, GenerationCall, GenerationService, Order
+from trioserve.http.render import Head
+from trioserve.http.render_chat import ChatRenderer
+from trioserve.http.render_completion import CompletionRenderer, Prompt
+from trioserve.http.schema import (
+    CompletionRequest,
+    GenerationRequest,
+    Rules,
+    parse_chat,
+    parse_completion,
+)
+from trioserve.http.timings import timings_object
+
+B = TypeVar("B", bound=GenerationRequest)
 
 
 def register(app: App) -> None:
@@ -30,58 +45,121 @@ class GenerationRoutes:
     async def completions(self) -> Response:
         """Answer a POST to ``/v1/completions``."""
         call = self._service.open()
-        body = await call.read(parse_completion)
-        prompts: list[list[int]] = []
-        for prompt in body.prompts:
-            if isinstance(prompt, str):
-                encode = functools.partial(
-                    call.engine.encode_prompt, prompt, add_special_tokens=body.add_special_tokens
-                )
-                prompts.append(await call.run(encode))
-            else:
-                prompts.append(prompt)
-        echoes = [
-            prompt if body.echo and isinstance(prompt, str) else ""
-            for prompt in body.prompts
-            for _ in range(body.num_choices)
+        body = await self._read(call, parse_completion)
+        prompts = [await _tokenize(call, body, prompt) for prompt in body.prompts]
+        shown = [
+            await _shown_prompt(call, body, text, token_ids)
+            for text, token_ids in zip(body.prompts, prompts, strict=True)
         ]
         call.submit(_order(body, prompts))
-        renderer = CompletionRenderer(_head(f"cmpl-{call.id}", call, body), echoes)
+        head = self._head(f"cmpl-{call.id}", call, body, prompts)
+        renderer = CompletionRenderer(head, shown, body.num_choices, scores=body.scores)
         return await _answer(call, body, renderer)
 
     async def chat(self) -> Response:
         """Answer a POST to ``/v1/chat/completions``."""
         call = self._service.open()
-        body = await call.read(parse_chat)
+        body = await self._read(call, parse_chat)
         render = functools.partial(
             call.engine.render_chat,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
-            template_kwargs=body.template_kwargs,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens,
+            chat_template=body.chat_template,
+            template_kwargs=body.template_kwargs or None,
         )
-        prompt = await call.run(render)
+        try:
+            prompt = _cut(await call.run(render), body, call.engine.max_model_len)
+        except ContextLengthExceeded as error:
+            error.param = body.prompt_field  # the engine was given a text
+            raise
+        prompt_text = None
+        if body.prompt_text:
+            prompt_text = await call.run(functools.partial(call.engine.decode, prompt))
         call.submit(_order(body, [prompt]))
-        renderer = ChatRenderer(_head(f"chatcmpl-{call.id}", call, body), body.num_choices)
+        renderer = ChatRenderer(
+            self._head(f"chatcmpl-{call.id}", call, body, [prompt]),
+            body.num_choices,
+            echo=body.echo,
+            prompt_token_ids=prompt,
+            prompt_text=prompt_text,
+        )
         return await _answer(call, body, renderer)
+
+    async def _read(self, call: GenerationCall, parse: Callable[..., B]) -> B:
+        http = self._service.context.config.http
+        rules = Rules.of(http, call.engine.generation_defaults)
+        body = await call.read(functools.partial(parse, rules=rules))
+        if body.request_id:
+            call.rename(body.request_id)
+        return body
+
+    def _head(
+        self,
+        answer_id: str,
+        call: GenerationCall,
+        body: GenerationRequest,
+        prompts: list[list[int]],
+    ) -> Head:
+        return Head(
+            id=answer_id,
+            created=int(time.time()),
+            model=call.engine.served_names[0],
+            fingerprint=self._service.fingerprint(),
+            num_prompt_tokens=sum(map(len, prompts)),
+            shape=body.shape,
+            timings=functools.partial(timings_object, call.streams),
+        )
+
+
+async def _tokenize(
+    call: GenerationCall, body: CompletionRequest, prompt: str | list[int]
+) -> list[int]:
+    if isinstance(prompt, str):
+        encode = functools.partial(
+            call.engine.encode_prompt, prompt, add_special_tokens=body.add_special_tokens
+        )
+        prompt = await call.run(encode)
+    return _cut(prompt, body, call.engine.max_model_len)
+
+
+def _cut(prompt: list[int], body: GenerationRequest, context_length: int) -> list[int]:
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == -1:
+        most = max(1, context_length - (body.sampling.max_tokens or 1))
+    if len(prompt) <= most:
+        return prompt
+    return prompt[-most:] if body.truncation_side == "left" else prompt[:most]
+
+
+async def _shown_prompt(
+    call: GenerationCall, body: CompletionRequest, prompt: str | list[int], token_ids: list[int]
+) -> Prompt:
+    """What of a prompt the answer may show."""
+    if not body.echo or not token_ids:
+        return Prompt(token_ids)
+    first = ""
+    if body.shape.logprobs is not None:
+        first = await call.run(functools.partial(call.engine.decode, token_ids[:1]))
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        return Prompt(token_ids, prompt, first)
+    decode = functools.partial(
+        call.engine.decode, token_ids, skip_special_tokens=body.sampling.skip_special_tokens
+    )
+    return Prompt(token_ids, await call.run(decode), first)
 
 
 def _order(body: GenerationRequest, prompts: list[list[int]]) -> Order:
     return Order(
         prompts=prompts,
-        samplings=[body.sampling_of(choice) for choice in range(body.num_choices)],
+        samplings=body.samplings(),
         priority=body.priority,
         cache_salt=body.cache_salt,
         prompt_field=body.prompt_field,
-    )
-
-
-def _head(answer_id: str, call: GenerationCall, body: GenerationRequest) -> Head:
-    return Head(
-        id=answer_id,
-        created=int(time.time()),
-        model=call.engine.served_names[0],
-        with_usage=body.include_usage,
-        want_logprobs=body.sampling.logprobs is not None,
+        max_tokens_field=body.max_tokens_field,
     )
 
 
@@ -90,5 +168,29 @@ async def _answer(
 ) -> Response:
     if body.stream:
         return await call.stream(renderer)
-    choices = await call.collect()
-    return call.respond(orjson.dumps(renderer.whole(choices, call.usage())))
+    choices = _shown_choices(await call.collect(), body)
+    answer: dict[str, Any] = renderer.whole(choices, call.usage())
+    return call.respond(orjson.dumps(answer))
+
+
+def _shown_choices(choices: list[ChoiceSoFar], body: GenerationRequest) -> list[ChoiceSoFar]:
+    """The best ``n`` of each prompt's answers, by the mean log probability of their tokens; of
+    equals the earlier. Each has what only the first was asked: the prompt's log probabilities."""
+    if body.best_of == 1:
+        return choices
+    shown: list[ChoiceSoFar] = []
+    for start in range(0, len(choices), body.best_of):
+        of_prompt = choices[start : start + body.best_of]
+        prompt_logprobs = of_prompt[0].prompt_logprobs
+        if body.best_of > body.num_choices:
+            of_prompt = sorted(of_prompt, key=_mean_logprob, reverse=True)[: body.num_choices]
+        for choice in of_prompt:
+            choice.prompt_logprobs = prompt_logprobs
+        shown += of_prompt
+    return shown
+
+
+def _mean_logprob(choice: ChoiceSoFar) -> float:
+    if not choice.logprobs:
+        return -math.inf
+    return math.fsum(token.logprob for token in choice.logprobs) / len(choice.logprobs)
