@@ -29,6 +29,8 @@ function enter() {
 function clearAll() {
   chat.running?.abort();
   startAnew();
+  for (const id of ["prompt", "system"]) $(id).value = "";
+  drawSettings();
   history = new History();
   version = null;
   silentSince = null;
