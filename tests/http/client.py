@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.config.schema import Config, HttpConfig
+from trioserve.config.schema import Config, HttpConfig, LogConfig
 from trioserve.http.listeners import bind
 from trioserve.http.server import DrainReport, serve_http
 
@@ -47,11 +47,15 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine | None = None, *, drain_s: float = 5.0, **http: Any
+    engine: FakeEngine | None = None,
+    *,
+    drain_s: float = 5.0,
+    log: LogConfig | None = None,
+    **http: Any,
 ) -> AsyncIterator[Served]:
     """A server on a free port; cancelled at the end if the test did not drain it."""
     engine = engine or FakeEngine()
-    config = Config(http=HttpConfig(port=0, **http))
+    config = Config(http=HttpConfig(port=0, **http), log=log or LogConfig())
     listeners = bind(config.http)
     name = listeners[0].socket.getsockname()
     port = name[1] if isinstance(name, tuple) else 0
@@ -155,6 +159,13 @@ class Client:
         else:
             answer.body = await self._exactly(int(answer.headers.get("content-length", 0)))
         return answer
+
+    async def rest_of_chunks(self) -> bytes:
+        """All chunks up to the end of the body."""
+        data = b""
+        while chunk := await self.chunk():
+            data += chunk
+        return data
 
     async def rest(self) -> bytes:
         """All that comes until the server ends its sending."""

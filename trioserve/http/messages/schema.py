@@ -7,15 +7,17 @@ module by a test.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
 import msgspec
 
+from trioserve.http.call_fields import is_one_of, read_call, read_template_kwargs
 from trioserve.http.fields import Fields, decode_object, kind_of, shown
-from trioserve.http.schema import MAX_INT, MAX_MESSAGES, _read_common
-from trioserve.sampling_params import MAX_STOP_STRINGS, SamplingParams
+from trioserve.http.prompt_fields import MAX_MESSAGES
+from trioserve.http.refused import Neutral, read_refused
+from trioserve.http.sampling_fields import MAX_INT, Rules, read_sampling
+from trioserve.sampling_params import SamplingParams
 
 ROLES = ("user", "assistant", "system")
 TURN_BREAK = "\n\n"  # between messages of one role that become one turn
@@ -60,25 +62,33 @@ class CountRequest(PromptRequest):
     queue_timeout_s: ClassVar[float] = math.inf
 
 
-def parse_messages(raw: bytes) -> MessagesRequest:
+def parse_messages(raw: bytes, rules: Rules | None = None) -> MessagesRequest:
     """Decode and check a body of ``/v1/messages``.
 
     Raises:
         InvalidBody: listing all faults with their paths.
     """
+    rules = rules or Rules()
     fields = Fields(decode_object(raw))
     prompt = _read_prompt(fields)
     max_tokens = fields.integer("max_tokens", low=1, high=MAX_INT)
     if fields.value("max_tokens") is None:
         fields.fault("max_tokens", "is missing; give the most tokens that the answer may have")
-    common = _read_common(fields, max_tokens, None)
-    del common["model"], common["num_choices"], common["include_usage"]
-    stop = fields.strings("stop_sequences", max_items=MAX_STOP_STRINGS)
-    common["sampling"] = msgspec.structs.replace(common["sampling"], stop=stop)
-    for name, is_neutral in NEUTRAL.items():
-        fields.neutral(name, is_neutral)
+    stop = fields.strings("stop_sequences", max_items=rules.max_stop_strings)
+    if fields.value("stop") is not None:
+        fields.fault("stop", "is called stop_sequences here")
+    sampling = read_sampling(
+        fields, rules, max_tokens=max_tokens, logprobs=None, prompt_logprobs=None
+    )
+    call = read_call(fields)
+    _read_without_effect(fields)
+    read_refused(fields, NEUTRAL)
     fields.raise_faults()
-    return MessagesRequest(ignored=fields.unknown(), **prompt, **common)
+    return MessagesRequest(
+        sampling=msgspec.structs.replace(sampling, stop=stop),
+        ignored=fields.unknown(),
+        **(call | prompt),
+    )
 
 
 def parse_count(raw: bytes) -> CountRequest:
@@ -89,6 +99,8 @@ def parse_count(raw: bytes) -> CountRequest:
     """
     fields = Fields(decode_object(raw))
     prompt = _read_prompt(fields)
+    _read_without_effect(fields)
+    read_refused(fields, COUNT_NEUTRAL)
     fields.raise_faults()
     return CountRequest(ignored=fields.unknown(), **prompt)
 
@@ -105,12 +117,11 @@ def _read_prompt(fields: Fields) -> dict[str, Any]:
         prefill = False
     if system := _read_text(fields, "system", fields.value("system")):
         messages.insert(0, {"role": "system", "content": system})
-    kwargs = fields.object("chat_template_kwargs")
     return {
         "model": model,
         "messages": messages,
         "prefill": prefill,
-        "template_kwargs": kwargs.body if kwargs is not None else None,
+        "template_kwargs": read_template_kwargs(fields, None),
     }
 
 
@@ -179,6 +190,11 @@ def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": role, "content": TURN_BREAK.join(texts)} for role, texts in turns]
 
 
+def _read_without_effect(fields: Fields) -> None:
+    for name in WITHOUT_EFFECT:
+        fields.value(name)
+
+
 def _is_disabled(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "disabled"
 
@@ -187,19 +203,23 @@ def _is_no_choice(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") in ("auto", "none")
 
 
-NEUTRAL: dict[str, Callable[[Any], bool]] = {
+COUNT_NEUTRAL: Neutral = {
     "thinking": _is_disabled,
-    "tools": lambda value: value == [],
+    "tools": is_one_of([]),
     "tool_choice": _is_no_choice,
-    "output_config": lambda value: value == {},
-    "container": lambda value: False,
-    "mcp_servers": lambda value: value == [],
-    "context_management": lambda value: value == {},
-    "inference_geo": lambda value: False,
-    "diagnostics": lambda value: value == {},
-    "speed": lambda value: value == "standard",
+    "output_config": is_one_of({}),
+    "mcp_servers": is_one_of([]),
+    "context_management": is_one_of({}),
+    "speed": is_one_of("standard"),
 }
-"""Fields that are refused unless their value asks for nothing."""
+"""Fields of both routes that are refused unless their value asks for nothing."""
+
+NEUTRAL: Neutral = COUNT_NEUTRAL | {
+    "container": is_one_of(),
+    "inference_geo": is_one_of(),
+    "diagnostics": is_one_of({}),
+}
+"""Those of ``/v1/messages``."""
 
 WITHOUT_EFFECT = (
     "metadata",

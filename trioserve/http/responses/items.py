@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trioserve.http.fields import Fields, kind_of, shown
-from trioserve.http.schema import MAX_MESSAGES
+from trioserve.http.prompt_fields import MAX_MESSAGES
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trioserve.engine.api import EngineApi
 from trioserve.errors import ContextLengthExceeded, InvalidRequest
 from trioserve.http.responses.items import Item, chat_messages
@@ -57,13 +55,9 @@ async def _render_up_to(
 
 
 async def _render(engine: EngineApi, body: ResponsesRequest, items: list[Item]) -> list[int]:
-    kwargs: dict[str, Any] = dict(body.template_kwargs or {})
-    if body.effort is not None:
-        kwargs.setdefault("reasoning_effort", body.effort)
+    messages = chat_messages(body.instructions, items)
     try:
-        return await engine.render_chat(
-            chat_messages(body.instructions, items), template_kwargs=kwargs or None
-        )
+        return await engine.render_chat(messages, template_kwargs=body.template_kwargs)
     except InvalidRequest as error:
         if error.param in ("messages", "prompt"):
             error.param = "input"

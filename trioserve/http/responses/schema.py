@@ -6,18 +6,19 @@ module by a test.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 
+from trioserve.http.call_fields import is_one_of, read_call, read_template_kwargs
 from trioserve.http.fields import Fields, decode_object, kind_of, shown
+from trioserve.http.refused import Neutral, read_refused
 from trioserve.http.responses.items import Item, read_input
-from trioserve.http.schema import MAX_INT, _read_common
-from trioserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from trioserve.http.sampling_fields import MAX_INT, Rules, read_sampling
+from trioserve.http.schema import REASONING_EFFORTS
+from trioserve.sampling_params import SamplingParams
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
     LOGPROBS,
@@ -72,47 +73,54 @@ class ResponsesRequest:
     ignored: tuple[str, ...]
 
 
-def parse_responses(raw: bytes) -> ResponsesRequest:
+def parse_responses(raw: bytes, rules: Rules | None = None) -> ResponsesRequest:
     """Decode and check a body of ``/v1/responses``.
 
     Raises:
         InvalidBody: listing all faults with their paths.
     """
+    rules = rules or Rules()
     fields = Fields(decode_object(raw))
     items = read_input(fields)
     max_output_tokens = fields.integer("max_output_tokens", low=1, high=MAX_INT)
-    fields.neutral("n", lambda value: value == 1)
-    common = _read_common(fields, max_output_tokens, _read_logprobs(fields))
-    del common["num_choices"], common["include_usage"]
+    sampling = read_sampling(
+        fields,
+        rules,
+        max_tokens=max_output_tokens or rules.defaults.max_tokens,
+        logprobs=_read_logprobs(fields, rules),
+        prompt_logprobs=None,
+    )
     _read_stream_options(fields)
-    request = {
+    _read_text_format(fields)
+    background, store = _read_storing(fields)
+    effort = _read_reasoning(fields)
+    values: dict[str, Any] = {
         "instructions": _optional_string(fields, "instructions"),
         "previous_response_id": _optional_string(fields, "previous_response_id"),
         "truncate": fields.choice("truncation", ("auto", "disabled")) == "auto",
         "max_tool_calls": fields.integer("max_tool_calls", low=1, high=MAX_INT),
-        "effort": _read_reasoning(fields),
+        "template_kwargs": read_template_kwargs(fields, effort),
         "tool_choice": fields.choice("tool_choice", ("auto", "none")) or "auto",
         "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
         "metadata": _read_metadata(fields),
         "user": _optional_string(fields, "user"),
         "safety_identifier": _optional_string(fields, "safety_identifier"),
         "prompt_cache_key": _optional_string(fields, "prompt_cache_key"),
+        **read_call(fields),
     }
-    kwargs = fields.object("chat_template_kwargs")
-    _read_text_format(fields)
-    background, store = _read_storing(fields)
-    for name, is_neutral in NEUTRAL.items():
-        fields.neutral(name, is_neutral)
+    for name in WITHOUT_EFFECT:
+        fields.value(name)
+    read_refused(fields, NEUTRAL)
     fields.raise_faults()
     return ResponsesRequest(
         items=items,
         max_output_tokens=max_output_tokens,
+        sampling=sampling,
         background=background,
         store=store,
-        template_kwargs=kwargs.body if kwargs is not None else None,
+        effort=effort,
         ignored=fields.unknown(),
-        **request,
-        **common,
+        **values,
     )
 
 
@@ -136,7 +144,7 @@ def _read_reasoning(fields: Fields) -> str | None:
     reasoning = fields.object("reasoning")
     if reasoning is None:
         return None
-    effort = reasoning.choice("effort", EFFORTS)
+    effort = reasoning.choice("effort", REASONING_EFFORTS)
     # Nothing is told apart as reasoning, so there is nothing to sum up or to render again.
     for name in ("summary", "generate_summary", "context", "mode"):
         reasoning.neutral(name, lambda value: value in ("auto", "standard"))
@@ -172,13 +180,13 @@ def _read_metadata(fields: Fields) -> dict[str, str]:
     return dict(inner.body)
 
 
-def _read_logprobs(fields: Fields) -> int | None:
+def _read_logprobs(fields: Fields, rules: Rules) -> int | None:
     """How many alternatives are wanted for each token; None if nothing of the kind is."""
     included = fields.strings("include", max_items=len(INCLUDABLE))
     for name in included:
         if name not in INCLUDABLE:
             fields.fault("include", f"{shown(name)} is not known; known: {', '.join(INCLUDABLE)}")
-    top = fields.integer("top_logprobs", 0, low=0, high=MAX_LOGPROBS)
+    top = fields.integer("top_logprobs", 0, low=0, high=rules.max_logprobs)
     return int(top) if top or LOGPROBS in included else None
 
 
@@ -186,21 +194,18 @@ def _optional_string(fields: Fields, name: str, max_chars: int | None = None) ->
     return fields.string(name, max_chars=max_chars) if fields.value(name) is not None else None
 
 
-def _is(*neutral: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == other and type(value) is type(other) for other in neutral)
-
-
-NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "tools": _is([]),
-    "service_tier": _is("auto", "default"),
-    "prompt_cache_retention": _is("in_memory"),
-    "prompt_cache_options": _is({}),
-    "conversation": _is(),
-    "prompt": _is(),
-    "context_management": _is([]),
-    "background_options": _is({}),
-    "moderation": _is(),
-    "image": _is({}),
-    "access_programs": _is({}),
+NEUTRAL: Neutral = {
+    "tools": is_one_of([]),
+    "n": is_one_of(1),
+    "conversation": is_one_of(),
+    "prompt": is_one_of(),
+    "context_management": is_one_of([]),
+    "background_options": is_one_of({}),
+    "moderation": is_one_of(),
+    "image": is_one_of({}),
+    "access_programs": is_one_of({}),
 }
-"""Fields that are refused unless their value asks for nothing."""
+"""Fields that are refused unless their value asks for nothing, beside those of all routes."""
+
+WITHOUT_EFFECT = ("prompt_cache_options", "prompt_cache_retention")
+"""Known fields that change no answer here, beside those of all routes."""

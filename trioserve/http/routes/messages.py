@@ -11,6 +11,7 @@ from trioserve.http.asgi import App
 from trioserve.http.generation import GenerationCall, GenerationService, Order
 from trioserve.http.messages.render import Head, MessagesRenderer
 from trioserve.http.messages.schema import PromptRequest, parse_count, parse_messages
+from trioserve.http.sampling_fields import Rules
 
 
 def register(app: App) -> None:
@@ -31,7 +32,8 @@ class MessageRoutes:
     async def create(self) -> Response:
         """Answer a POST to ``/v1/messages``."""
         call = self._service.open()
-        body = await call.read(parse_messages)
+        rules = Rules.of(self._service.context.config.http, self._engine.generation_defaults)
+        body = await call.read(functools.partial(parse_messages, rules=rules))
         order = Order(
             prompts=[await self._render(call, body)],
             samplings=[body.sampling],

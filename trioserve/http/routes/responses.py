@@ -24,6 +24,7 @@ from trioserve.http.responses.render import Draft, Head, ResponsesRenderer
 from trioserve.http.responses.schema import ResponsesRequest, parse_responses
 from trioserve.http.responses.store import Kept, ResponseNotFound, ResponseStore, Turn
 from trioserve.http.routes import request_state
+from trioserve.http.sampling_fields import Rules
 from trioserve.http.sse import HEADERS, StreamResponse
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,7 @@ class ResponseRoutes:
     def __init__(self, service: GenerationService) -> None:
         self._service = service
         self._engine = service.context.engine
-        http = service.context.config.http
-        self._heartbeat_s = http.heartbeat_s
+        self._http = http = service.context.config.http
         self._store = ResponseStore(http.max_stored_responses, http.max_stored_response_bytes)
         self._background = BackgroundResponses(service, self._keep_run)
 
@@ -66,7 +66,8 @@ class ResponseRoutes:
     async def create(self) -> Response:
         """Answer a POST to ``/v1/responses``."""
         call = self._service.open()
-        body = await call.read(parse_responses)
+        rules = Rules.of(self._http, self._engine.generation_defaults)
+        body = await call.read(functools.partial(parse_responses, rules=rules))
         stem = secrets.token_hex(16)
         draft = Draft(
             Head(
@@ -180,7 +181,7 @@ class ResponseRoutes:
 
     def _follow(self, events: EventLog, first: int) -> Response:
         request_state().exchange.declare(streams=True)
-        return StreamResponse(LogStream(events, first, self._heartbeat_s), headers=HEADERS)
+        return StreamResponse(LogStream(events, first, self._http.heartbeat_s), headers=HEADERS)
 
     async def cancel(self, response_id: str) -> Response:
         """End a background response; one that has ended stays as it is."""
