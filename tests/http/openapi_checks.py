@@ -3,6 +3,7 @@ answer may be undescribed."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -12,7 +13,6 @@ from trioserve.config.schema import Config, HttpConfig
 from trioserve.http.openapi.shapes import EVENTS, ITEM_SCHEMA, JSON
 
 from .client import Answer, Served
-
 
 EVERYTHING: dict[str, Any] = {"admin": True}
 """Settings of ``[http]`` under which every route is registered."""
@@ -50,15 +50,22 @@ def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Va
 
 
 def operation_of(document: dict[str, Any], method: str, path: str) -> dict[str, Any]:
-    """The operation of a request; plain paths go before those with parameters."""
+    """The operation of a request, of whose templates the longest goes first."""
     path = path.partition("?")[0]
-    for template in sorted(document["paths"], key=lambda one: one.count("{")):
+    for template in sorted(document["paths"], key=len, reverse=True):
         pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(template))
         if re.fullmatch(pattern, path) and method.lower() in document["paths"][template]:
             found = document["paths"][template][method.lower()]
             assert isinstance(found, dict)
             return found
     raise AssertionError(f"{method} {path} is not described")
+
+
+def events_of(answer: Answer) -> list[Any]:
+    """The events of a stream of any API, without OpenAI's end marker."""
+    data = re.findall(r"^data: (.*)$", answer.body.decode(), re.MULTILINE)
+    assert data
+    return [json.loads(one) for one in data if one != "[DONE]"]
 
 
 def check_answer(document: dict[str, Any], method: str, path: str, answer: Answer) -> None:
@@ -75,8 +82,7 @@ def check_answer(document: dict[str, Any], method: str, path: str, answer: Answe
     media = content[name]
     if name == EVENTS:
         check = validator(document, media[ITEM_SCHEMA])
-        for event in answer.events:
-            if event != "[DONE]":
-                check.validate(event)
+        for event in events_of(answer):
+            check.validate(event)
     elif name == JSON:
         validator(document, media["schema"]).validate(answer.json)

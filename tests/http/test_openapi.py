@@ -17,17 +17,21 @@ from trioserve.errors import QueueFull, RequestFailed
 from trioserve.http.app import make_app
 from trioserve.http.errors import InvalidBody
 from trioserve.http.fields import Fields
+from trioserve.http.messages.schema import parse_count, parse_messages
 from trioserve.http.openapi.document import MODULES, PATHS, path_of
+from trioserve.http.responses.schema import parse_responses
 from trioserve.http.routes.tokenization import parse_detokenize, parse_tokenize
+from trioserve.http.sampling_fields import Rules
 from trioserve.http.schema import parse_chat, parse_completion
 
 from .client import serving
 from .fake_engine import FakeEngine, FakeStream
-from .openapi_checks import check_answer, document_of, everything_on
+from .openapi_checks import check_answer, document_of, events_of, everything_on
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 COMPLETION: dict[str, Any] = {"prompt": "a"}
 CHAT: dict[str, Any] = {"messages": USER}
+SHOW = {"return_token_ids": True, "include_timings": True, "return_tokens_as_token_ids": True}
 
 
 def registered(config: Config) -> set[tuple[str, str]]:
@@ -72,9 +76,31 @@ async def test_document_is_well_formed() -> None:
 
 
 def test_no_name_is_described_twice() -> None:
-    for kind in ("PATHS", "SCHEMAS"):
-        names = [name for module in MODULES for name in getattr(module, kind)]
+    for names in (
+        [path for module in MODULES for path in module.PATHS],
+        [name for module in MODULES for name in module.schemas(Rules())],
+    ):
         assert len(set(names)) == len(names)
+
+
+async def test_limits_are_the_operators() -> None:
+    async with serving(max_n=3, max_logprobs=4, max_stop_strings=5) as served:
+        schemas = (await document_of(served))["components"]["schemas"]
+    fields = schemas["CompletionRequest"]["properties"]
+    assert fields["n"]["maximum"] == fields["best_of"]["maximum"] == 3
+    assert fields["logprobs"]["maximum"] == fields["prompt_logprobs"]["maximum"] == 4
+    assert fields["stop"]["anyOf"][1]["maxItems"] == 5
+
+
+async def test_keys_are_told_where_they_are_asked_for() -> None:
+    async with serving(api_keys=("k" * 32,), open_routes=("/openapi.json",)) as served:
+        document = await document_of(served)
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "header"}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            is_open = path in ("/health", "/health/live", "/health/ready", "/ping", "/openapi.json")
+            assert ("security" in operation) == (not is_open)
+            assert ("401" in operation["responses"]) == (not is_open)
 
 
 # ------------------------------------------------------------------------ fields of bodies
@@ -120,6 +146,20 @@ BODIES: dict[str, tuple[Callable[[bytes], Any], list[dict[str, Any]]]] = {
         parse_chat,
         [CHAT | {"stream": True, "stream_options": {"include_usage": True}}],
     ),
+    "/v1/responses": (
+        parse_responses,
+        [
+            {
+                "input": "a",
+                "stream": True,
+                "stream_options": {},
+                "reasoning": {},
+                "text": {},
+            }
+        ],
+    ),
+    "/v1/messages": (parse_messages, [CHAT | {"model": "fake", "max_tokens": 1}]),
+    "/v1/messages/count_tokens": (parse_count, [CHAT | {"model": "fake"}]),
     "/tokenize": (parse_tokenize, [COMPLETION, CHAT]),
     "/detokenize": (parse_detokenize, [{"tokens": [1]}]),
 }
@@ -141,7 +181,8 @@ async def test_api_15_fields_of_bodies_are_those_that_are_read(path: str) -> Non
         lefts.append(set(left))
     assert set.intersection(*lefts) == set(), "described, but not read"
     assert {name for name in read if "." not in name} == outer
-    inner = {name for name in read if "." in name and not name.startswith("messages.")}
+    free = ("messages.", "metadata.", "logit_bias.")
+    inner = {name for name in read if "." in name and not name.startswith(free)}
     objects = {name.partition(".")[0] for name in inner}
     assert inner == {name for name in described - outer if name.partition(".")[0] in objects}
 
@@ -156,7 +197,15 @@ async def test_whole_answers() -> None:
             ("/v1/completions", COMPLETION),
             ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 2}),
             ("/v1/completions", COMPLETION | {"echo": True, "max_tokens": 3}),
+            ("/v1/completions", COMPLETION | {"echo": True, "max_tokens": 0, "logprobs": 1}),
+            ("/v1/completions", COMPLETION | SHOW | {"prompt_logprobs": 2}),
             ("/v1/chat/completions", CHAT),
+            ("/v1/chat/completions", CHAT | SHOW | {"prompt_logprobs": 1}),
+            ("/v1/responses", {"input": "a"}),
+            ("/v1/responses", {"input": USER, "metadata": {"a": "b"}, "top_logprobs": 2}),
+            ("/v1/responses", {"input": "a", "background": True}),
+            ("/v1/messages", CHAT | {"model": "fake", "max_tokens": 3}),
+            ("/v1/messages/count_tokens", CHAT | {"model": "fake"}),
             ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2}),
             ("/tokenize", COMPLETION),
             ("/tokenize", CHAT | {"return_token_strs": True}),
@@ -167,20 +216,61 @@ async def test_whole_answers() -> None:
             check_answer(document, "POST", path, answer)
 
 
-@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+@pytest.mark.parametrize(
+    "options", [None, {"include_usage": True}, {"continuous_usage_stats": True}]
+)
 async def test_streamed_answers(options: Any) -> None:
     async with serving() as served:
         document = await document_of(served)
         for path, fields in (
             ("/v1/completions", COMPLETION | {"n": 2, "logprobs": 2}),
             ("/v1/completions", COMPLETION | {"echo": True}),
+            ("/v1/completions", COMPLETION | SHOW | {"echo": True}),
             ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 1}),
+            ("/v1/chat/completions", CHAT | SHOW),
             ("/v1/chat/completions", CHAT),
         ):
             fields = fields | {"stream": True, "stream_options": options}
             answer = await served.call("POST", path, fields)
-            assert answer.events[-1] == "[DONE]"
+            assert answer.status == 200, answer.body
+            assert answer.body.endswith(b"data: [DONE]\n\n")
             check_answer(document, "POST", path, answer)
+
+
+async def test_streams_of_other_apis() -> None:
+    async with serving() as served:
+        document = await document_of(served)
+        for path, fields in (
+            ("/v1/responses", {"input": "a"}),
+            ("/v1/responses", {"input": "a", "max_output_tokens": 2, "top_logprobs": 1}),
+            ("/v1/responses", {"input": "a", "background": True}),
+            ("/v1/messages", CHAT | {"model": "fake", "max_tokens": 3}),
+        ):
+            answer = await served.call("POST", path, fields | {"stream": True})
+            assert answer.status == 200, answer.body
+            check_answer(document, "POST", path, answer)
+
+
+async def test_stored_responses() -> None:
+    async with serving() as served:
+        document = await document_of(served)
+        made = await served.call("POST", "/v1/responses", {"input": USER})
+        one = f"/v1/responses/{made.json['id']}"
+
+        async def check(method: str, path: str, status: int = 200) -> None:
+            answer = await served.call(method, path)
+            assert answer.status == status
+            check_answer(document, method, path, answer)
+
+        await check("GET", one)
+        await check("GET", f"{one}/input_items")
+        await check("GET", f"{one}/input_items?limit=1&order=asc")
+        await check("GET", f"{one}/input_items?limit=0", 400)
+        await check("GET", f"{one}?stream=true", 400)
+        await check("POST", f"{one}/cancel", 400)
+        await check("DELETE", one)
+        for method, path in (("GET", one), ("DELETE", one), ("POST", f"{one}/cancel")):
+            await check(method, path, 404)
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -226,11 +316,13 @@ async def test_errors() -> None:
             answer = await served.call("POST", path, body, **headers)
             assert answer.status == status
             check_answer(document, "POST", path, answer)
-            assert answer.json["error"]["code"]
+            assert answer.json["error"]["message"]
 
         for path, body in (
             ("/v1/completions", COMPLETION),
             ("/v1/chat/completions", CHAT),
+            ("/v1/responses", {"input": "a"}),
+            ("/v1/messages", CHAT | {"model": "fake", "max_tokens": 3}),
             ("/tokenize", COMPLETION),
             ("/detokenize", {"tokens": [1]}),
         ):
@@ -256,7 +348,14 @@ async def test_failed_streams() -> None:
 
     async with serving(FakeEngine(script=script)) as served:
         document = await document_of(served)
-        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        for path, body in (
+            ("/v1/completions", COMPLETION),
+            ("/v1/chat/completions", CHAT),
+            ("/v1/messages", CHAT | {"model": "fake", "max_tokens": 3}),
+            ("/v1/responses", {"input": "a"}),
+        ):
             answer = await served.call("POST", path, body | {"stream": True})
-            assert answer.events[-1]["error"]["message"] == "the worker died"
+            last = events_of(answer)[-1]
+            error = last["response"]["error"] if "response" in last else last["error"]
+            assert error["message"] == "the worker died"
             check_answer(document, "POST", path, answer)

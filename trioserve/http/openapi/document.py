@@ -7,17 +7,14 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import trioserve
-from trioserve.http.openapi import generation, service, tokenization
+from trioserve.http.openapi import generation, messages, responses, service, tokenization
 from trioserve.http.openapi.shapes import ERROR, ERRORS, JSON, Schema, json_answer, ref
+from trioserve.http.sampling_fields import Rules
 
-MODULES = (generation, tokenization, service)
+MODULES = (generation, responses, messages, tokenization, service)
 PATHS: dict[str, dict[str, Any]] = {
     path: operations for module in MODULES for path, operations in module.PATHS.items()
 }
-SCHEMAS: dict[str, Schema] = {
-    name: schema for module in MODULES for name, schema in module.SCHEMAS.items()
-}
-
 TAGS = {
     "Generation": "Text from a model.",
     "Tokens": "Texts as token ids, and back.",
@@ -54,13 +51,17 @@ def path_of(rule: str) -> str:
 
 
 def build(
-    routes: Iterable[tuple[str, Iterable[str]]], *, open_paths: Container[str] | None = None
+    routes: Iterable[tuple[str, Iterable[str]]],
+    *,
+    rules: Rules | None = None,
+    open_paths: Container[str] | None = None,
 ) -> dict[str, Any]:
     """The document of a server.
 
     Args:
         routes: templates and methods of what is registered; what is not described here, and what
             is described but not registered, is left out.
+        rules: the operator's limits.
         open_paths: what is answered without an API key; None where no key is asked for.
     """
     paths: dict[str, dict[str, Any]] = {}
@@ -83,7 +84,7 @@ def build(
         "servers": [{"url": "/"}],
         "tags": [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used],
         "paths": paths,
-        "components": {"schemas": _referenced(paths)},
+        "components": {"schemas": _referenced(paths, rules or Rules())},
     }
     if open_paths is not None:
         document["components"]["securitySchemes"] = SECURITY_SCHEMES
@@ -111,8 +112,9 @@ def _error_of(operation: dict[str, Any]) -> Schema:
     return ref(ERROR)
 
 
-def _referenced(paths: dict[str, Any]) -> dict[str, Schema]:
+def _referenced(paths: dict[str, Any], rules: Rules) -> dict[str, Schema]:
     """The schemas that are used, directly or by others."""
+    known = {name: schema for module in MODULES for name, schema in module.schemas(rules).items()}
     found: set[str] = set()
     pending: list[Any] = [paths]
     while pending:
@@ -123,8 +125,8 @@ def _referenced(paths: dict[str, Any]) -> dict[str, Schema]:
                 name = reference.removeprefix(_REFERENCE)
                 if name not in found:
                     found.add(name)
-                    pending.append(SCHEMAS[name])
+                    pending.append(known[name])
             pending.extend(value.values())
         elif isinstance(value, list):
             pending.extend(value)
-    return {name: schema for name, schema in SCHEMAS.items() if name in found}
+    return {name: schema for name, schema in known.items() if name in found}

@@ -25,12 +25,13 @@ from trioserve.http.openapi.shapes import (
     string,
     text_answer,
 )
+from trioserve.http.sampling_fields import Rules
 from trioserve.ipc.messages import STAGES, ReadyInfo
 
 STAGE_STATES = ("pending", "running", "done", "failed")
 BY_TYPE = {str: string(), int: integer(low=0), float: number(), bool: boolean()}
 
-SCHEMAS: dict[str, Schema] = {
+_SCHEMAS: dict[str, Schema] = {
     ERROR: obj(
         {
             "error": obj(
@@ -112,6 +113,12 @@ SCHEMAS: dict[str, Schema] = {
         }
     ),
 }
+
+
+def schemas(rules: Rules) -> dict[str, Schema]:
+    """The shapes; none depends on the operator's limits."""
+    return _SCHEMAS
+
 
 READINESS = {
     200: json_answer("Requests are taken.", ref("Ready")),

@@ -80,6 +80,18 @@ def const(value: Any, description: str = "") -> Schema:
     return schema | {"description": description} if description else schema
 
 
+def nothing_but(description: str, *values: Any) -> Schema:
+    """One of a few values, or null."""
+    return (
+        {"enum": list(values), "description": description}
+        if values
+        else {
+            "type": "null",
+            "description": description,
+        }
+    )
+
+
 def one_of(*schemas: Schema, description: str = "") -> Schema:
     """Any of several schemas."""
     schema: Schema = {"anyOf": list(schemas)}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from trioserve.http.openapi.requests import KWARGS, MODEL, TOKEN_ID
 from trioserve.http.openapi.shapes import (
     GENERATION_ERRORS,
     Schema,
     array,
     body,
     boolean,
-    free,
     integer,
     json_answer,
     nullable,
@@ -20,14 +20,14 @@ from trioserve.http.openapi.shapes import (
     ref,
     string,
 )
+from trioserve.http.prompt_fields import MAX_MESSAGES
 from trioserve.http.routes.tokenization import MAX_TOKENS
-from trioserve.http.schema import MAX_MESSAGES
+from trioserve.http.sampling_fields import Rules
 
-MODEL = string("A served name; empty or absent: the one served.")
 ERRORS = tuple(status for status in GENERATION_ERRORS if status != 429)
 _TEXTS = boolean("Answer with the tokens as the vocabulary writes them as well.", default=False)
 
-SCHEMAS: dict[str, Schema] = {
+_SCHEMAS: dict[str, Schema] = {
     "TokenizeRequest": one_of(
         body(
             {"prompt": string("The text.")},
@@ -50,7 +50,7 @@ SCHEMAS: dict[str, Schema] = {
                     "Leave the last message open; excludes `add_generation_prompt`.",
                     default=False,
                 ),
-                "chat_template_kwargs": free("Variables for the chat template."),
+                "chat_template_kwargs": KWARGS,
                 "prompt": {"type": "null"},
             },
             "A chat, as the model gets it.",
@@ -64,10 +64,14 @@ SCHEMAS: dict[str, Schema] = {
             "token_strs": nullable(array(string(), "If they were asked for.")),
         }
     ),
-    "DetokenizeRequest": body(
-        {"tokens": array(integer(low=0), maxItems=MAX_TOKENS)}, {"model": MODEL}
-    ),
+    "DetokenizeRequest": body({"tokens": array(TOKEN_ID, maxItems=MAX_TOKENS)}, {"model": MODEL}),
 }
+
+
+def schemas(rules: Rules) -> dict[str, Schema]:
+    """The shapes; none depends on the operator's limits."""
+    return _SCHEMAS
+
 
 PATHS: dict[str, dict[str, Any]] = {
     "/tokenize": {

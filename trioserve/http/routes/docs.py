@@ -8,8 +8,10 @@ from typing import Any
 import orjson
 from quart import Response
 
+from trioserve.engine.api import GenerationDefaults
 from trioserve.http.asgi import App
 from trioserve.http.errors import JSON
+from trioserve.http.sampling_fields import Rules
 
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
@@ -46,10 +48,11 @@ class DocRoutes:
         # Most servers are never asked.
         from trioserve.http.openapi.document import build
 
-        rules = self._app.url_map.iter_rules()
+        context = self._app.context
         return build(
-            ((rule.rule, rule.methods or ()) for rule in rules),
-            open_paths=self._app.context.guard.open_paths,
+            ((rule.rule, rule.methods or ()) for rule in self._app.url_map.iter_rules()),
+            rules=Rules.of(context.config.http, GenerationDefaults()),
+            open_paths=context.guard.open_paths,
         )
 
     @functools.cached_property
