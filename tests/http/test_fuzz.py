@@ -20,16 +20,14 @@ from trioserve.http.schema import (
     parse_completion,
 )
 
+from . import honoured
+from .bodies import CHAT, COMPLETION, is_error
 from .client import serving
 
-HONOURED = [
-    *("prompt", "messages", "model", "n", "stream", "stream_options", "max_tokens", "min_tokens"),
-    *("max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
-    *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "top_logprobs"),
-    *("echo", "priority", "cache_salt", "add_special_tokens", "add_generation_prompt"),
-    *("chat_template_kwargs", "best_of", "timeout_s", "queue_timeout_s"),
-]
-NAMES = [*HONOURED, *SHARED_NEUTRAL, *CHAT_NEUTRAL, *COMPLETION_NEUTRAL, *WITHOUT_EFFECT]
+NAMES = sorted(
+    {*honoured.COMPLETION, *honoured.CHAT, *SHARED_NEUTRAL, *CHAT_NEUTRAL, *COMPLETION_NEUTRAL}
+    | {*WITHOUT_EFFECT}
+)
 
 numbers = st.one_of(
     st.integers(),
@@ -54,13 +52,36 @@ plausible: dict[str, st.SearchStrategy[Any]] = {
     "stream": st.booleans(),
     "stop": st.one_of(st.text(max_size=2), st.lists(st.text(max_size=2), max_size=3)),
     "temperature": st.floats(0, 2),
+    "echo": st.booleans(),
+    "logprobs": st.one_of(st.booleans(), st.integers(0, 3)),
+    "top_logprobs": st.integers(0, 3),
+    "prompt_logprobs": st.integers(0, 3),
+    "max_tokens": st.integers(0, 9),
+    "best_of": st.integers(0, 4),
+    "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.integers(-110, 110)),
+    "allowed_token_ids": st.lists(st.integers(0, 300), max_size=3),
+    "logprob_token_ids": st.lists(st.integers(0, 300), max_size=3),
+    "bad_words": st.lists(st.text(max_size=2), max_size=3),
+    "truncate_prompt_tokens": st.integers(-1, 4),
+    "truncation_side": st.sampled_from(["left", "right"]),
+    "return_token_ids": st.booleans(),
+    "include_timings": st.booleans(),
+    "stream_options": st.dictionaries(
+        st.sampled_from(["include_usage", "continuous_usage_stats"]), st.booleans()
+    ),
+    "documents": st.lists(st.dictionaries(st.text(max_size=3), leaves), max_size=2),
+    "reasoning_effort": st.sampled_from(["none", "low", "x"]),
+    "continue_final_message": st.booleans(),
+    "request_id": st.text(max_size=3),
 }
 bodies = st.fixed_dictionaries(
     {}, optional={name: st.one_of(values, plausible.get(name, values)) for name in NAMES}
 )
 good_bodies = st.fixed_dictionaries(
     {"prompt": plausible["prompt"], "messages": plausible["messages"]},
-    optional={name: st.one_of(st.none(), values) for name in HONOURED[2:]},
+    optional={
+        name: plausible.get(name, st.none()) for name in NAMES if name not in ("prompt", "messages")
+    },
 )
 
 
@@ -103,9 +124,77 @@ async def test_api_10_fuzz_server(path: str) -> None:
             assert answer.status in (200, 400, 404), raw
             if answer.status != 200:
                 assert answer.json["error"]["message"]
-        good = (
-            {"prompt": "a"}
-            if path == "/v1/completions"
-            else {"messages": [{"role": "user", "content": "a"}]}
-        )
+        good = COMPLETION if path == "/v1/completions" else CHAT
         assert (await served.call("POST", path, good)).status == 200
+
+
+hostile = st.one_of(
+    st.sampled_from(
+        [
+            *(b"NaN", b"-Infinity", b"1e999", b"-0", b"1E400", b"0x1", b"01", b"1.", b"+1", b"'a'"),
+            *(b"9" * 5000, b"1e-999", b'"\\ud800"', b'"\\udfff\\ud800"', b'"\xff"', b'"\x00"'),
+            *(b'{"a":1,"a":2}', b'{"a":1,"\\u0061":2}', b"undefined", b"[1,]", b"{,}", b'"', b"\\"),
+            b"[" * 5000 + b"]" * 5000,
+            b'{"a":' * 500 + b"1" + b"}" * 500,
+            b"[" + b"[]," * 60_000 + b"1]",
+        ]
+    ),
+    st.binary(max_size=20),
+    st.integers(90, 110).map(lambda depth: b"[" * depth + b"]" * depth),
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_api_10_fuzz_raw_bytes_in_place_of_a_value(path: str) -> None:
+    """Syntax that a decoder might let pass never reaches a handler that is not made for it."""
+    samples: list[bytes] = []
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(
+        name=st.sampled_from(NAMES), raw=hostile, after=st.sampled_from([b"", b"}", b" 1", b","])
+    )
+    def collect(name: str, raw: bytes, after: bytes) -> None:
+        start = json.dumps(body).encode()[:-1]
+        samples.append(start + b', "' + name.encode() + b'": ' + raw + b"}" + after)
+
+    collect()
+    async with serving() as served:
+        client = await served.connect()
+        for raw in samples:
+            await client.send("POST", path, raw)
+            answer = await client.answer()
+            assert answer.status in (200, 400, 404), raw
+            assert answer.status == 200 or is_error(answer.json), raw
+        assert (await served.call("POST", path, COMPLETION | CHAT)).status == 200
+
+
+async def test_api_10_fuzz_heads() -> None:
+    """Methods, media types and bodies that do not belong together."""
+    samples: list[tuple[str, str, dict[str, str], bytes | None]] = []
+
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(
+        method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "X"]),
+        path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/none", "/", "//"]),
+        kind=st.one_of(
+            st.sampled_from(
+                ["application/json", "text/plain", "a/b+json", "", ";", "x/y;charset=z"]
+            ),
+            st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=12),
+        ),
+        body=st.one_of(st.none(), st.binary(max_size=9), st.just(b'{"prompt": "a"}')),
+    )
+    def collect(method: str, path: str, kind: str, body: bytes | None) -> None:
+        samples.append((method, path, {"Content-Type": kind}, body))
+
+    collect()
+    async with serving() as served:
+        for method, path, headers, body in samples:
+            if method == "HEAD":
+                continue  # has no body to look at
+            answer = await served.call(method, path, body, **headers)
+            assert answer.status in (200, 204, 400, 404, 405, 415), (method, path, headers, body)
+            if answer.status >= 400:
+                assert is_error(answer.json)
+        assert (await served.call("POST", "/v1/completions", COMPLETION)).status == 200

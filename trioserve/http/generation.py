@@ -212,12 +212,7 @@ class GenerationCall:
         for prompt in order.prompts:
             room = self._room(prompt, order)
             for sampling in order.samplings:
-                stream = self.engine.submit(
-                    prompt,
-                    self._fitting(sampling, room, order),
-                    priority=order.priority,
-                    cache_salt=order.cache_salt,
-                )
+                stream = self._submit_one(prompt, self._fitting(sampling, room, order), order)
                 self._state.lifetime.callback(stream.close)
                 self.streams.append(stream)
         self._watch = Watch(
@@ -231,6 +226,18 @@ class GenerationCall:
         )
         self._state.accepted = True
         self._state.lifetime.callback(self._watch.end)
+
+    def _submit_one(
+        self, prompt: list[int], sampling: SamplingParams, order: Order
+    ) -> RequestStream:
+        try:
+            return self.engine.submit(
+                prompt, sampling, priority=order.priority, cache_salt=order.cache_salt
+            )
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = order.prompt_field
+            raise
 
     def _check_num_answers(self, order: Order) -> None:
         # Refused by the queue it would be tried again for ever.
