@@ -3,7 +3,7 @@
 ::
 
     run                                       failure → exit code
-    └ bind                                    sockets before anything heavy
+    └ keys, certificates, bind                before anything heavy
       └ root nursery ── signals               first signal: drain; second: cancel this nursery
         └ open_engine                         phase LOADING at once; the worker lives in here
           ├ progress · engine end · rates · service manager · sender of spans
@@ -21,11 +21,14 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
+import attrs
 import trio
 
 from trioserve.engine.supervisor import first_error, open_engine
 from trioserve.errors import DrainCut, TrioserveError
+from trioserve.http.guard import Guard, check_exposure
 from trioserve.http.listeners import Listener, bind, describe
+from trioserve.http.tls import Tls
 from trioserve.logs import set_up_logging
 from trioserve.loop_watch import LoopMetrics, LoopWatch, watching_loop
 from trioserve.notify import notify_manager
@@ -63,6 +66,15 @@ class Stopping:
         """A signal handler for before and after the tree: what comes early waits for it, what comes
         late changes nothing, least of all the exit code."""
         self.early.append(number)
+
+
+@attrs.frozen
+class Entrance:
+    """Where clients come in, and what they have to show."""
+
+    listeners: list[Listener]
+    guard: Guard
+    tls: Tls | None
 
 
 def run(loaded: LoadedConfig) -> int:
@@ -105,17 +117,19 @@ async def serve(
     Raises:
         TrioserveError: what ended the server, possibly inside exception groups.
     """
-    config = loaded.config
-    listeners = bind(config.http)
+    http = loaded.config.http
+    guard, tls = Guard.from_config(http), Tls.from_config(http)
+    listeners = bind(http)
     with contextlib.ExitStack() as stack:
         for listener in listeners:
             stack.callback(listener.close)  # a start that fails removes its socket file too
-        await serve_on(listeners, loaded, stopping, console, watch)
+        check_exposure(listeners, guard, admin=http.admin)
+        await serve_on(Entrance(listeners, guard, tls), loaded, stopping, console, watch)
     logger.info("stopped")
 
 
 async def serve_on(
-    listeners: list[Listener],
+    entrance: Entrance,
     loaded: LoadedConfig,
     stopping: Stopping,
     console: Console | None,
@@ -123,7 +137,9 @@ async def serve_on(
 ) -> None:
     """The tree below the bound sockets. Cancellation and errors as ``serve``."""
     config = loaded.config
-    addresses = [describe(listener) for listener in listeners]
+    listeners = entrance.listeners
+    scheme = "http" if entrance.tls is None else "https"
+    addresses = [describe(listener, scheme) for listener in listeners]
     if settings := loaded.describe_non_defaults():
         logger.info("settings: %s", settings)
     logger.info("listening on %s", ", ".join(addresses))
@@ -148,6 +164,8 @@ async def serve_on(
                     drain_deadline_s=config.engine.drain_timeout_s,
                     collectors=[LoopMetrics(watch), *traced],
                     tracer=tracer,
+                    guard=entrance.guard,
+                    tls=entrance.tls,
                 )
         root.cancel_scope.cancel()
         if report.num_cut:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -28,6 +29,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import parse_socket_addr
 
+from trioserve.http.errors import http_error_object
 from trioserve.http.exchange import Exchange
 from trioserve.http.stream import ClientStream
 from trioserve.ipc.framing import FEW_BYTES, next_read
@@ -139,6 +141,9 @@ class H11Only(H11Protocol):
         await self.send(RawData(b"%b%x\r\n%b\r\n" % (held, len(data), data)))
 
     async def _send_h11_event(self, event: Any) -> None:
+        if isinstance(event, h11.Response):
+            # hypercorn gives none, and people read them in logs; a copy would cost more.
+            object.__setattr__(event, "reason", _REASONS.get(event.status_code, b""))
         try:
             data = self.connection.send(event)
         except h11.LocalProtocolError:
@@ -185,6 +190,8 @@ class H11Only(H11Protocol):
         await super()._close_stream()
 
     async def _send_error_response(self, status_code: int) -> None:
+        if status_code == 431 and b"\n" not in self.connection.trailing_data[0]:
+            status_code = 414  # not even the first line has come to its end
         body = _ERROR_BODIES.get(status_code, _ERROR_BODIES[400])
         headers = [
             (b"content-type", b"application/json"),
@@ -230,6 +237,7 @@ class Connection(TCPServer):
         stream: the client's stream; closed when ``run`` returns.
         http2: whether HTTP/2 may be spoken, by prior knowledge or upgrade.
         on_idle: told whether no request is being answered, at the start and at each change.
+        handshake_timeout_s: for a stream that speaks TLS.
     """
 
     def __init__(
@@ -241,12 +249,15 @@ class Connection(TCPServer):
         *,
         http2: bool,
         on_idle: Callable[[Connection, bool], None],
+        handshake_timeout_s: float = math.inf,
     ) -> None:
         super().__init__(app, config, context, {}, cast(Any, stream))
         self._on_idle = on_idle
         self._num_asked = FEW_BYTES
         self._http2 = http2
         self._read_ahead = _ReadAhead(self._receive)
+        self._handshake_timeout_s = handshake_timeout_s
+        self._starting = trio.CancelScope()
         self._reading = trio.CancelScope()
         self._closing = False
         self._idle = True
@@ -261,6 +272,8 @@ class Connection(TCPServer):
             sock = self.stream.socket
             client = parse_socket_addr(sock.family, sock.getpeername())
             server = parse_socket_addr(sock.family, sock.getsockname())
+            if self.stream.is_tls and not await self._start_tls():
+                return
             async with TaskGroup() as task_group:
                 self._task_group = task_group
                 self.protocol = _Protocol(
@@ -269,7 +282,7 @@ class Connection(TCPServer):
                     self.context,
                     task_group,
                     ConnectionState(self.state),
-                    False,
+                    self.stream.is_tls,
                     client,
                     server,
                     self.protocol_send,
@@ -290,7 +303,7 @@ class Connection(TCPServer):
             data = event.data
             if not self.send_lock.locked():
                 data = data[self.stream.try_send(data) :]
-            if data:
+            if data or self.stream.has_rest:
                 # A part may have been sent: stopping here would leave half a frame.
                 with trio.CancelScope(shield=True):
                     await super().protocol_send(RawData(data))
@@ -302,7 +315,21 @@ class Connection(TCPServer):
     def close_if_idle(self) -> None:
         """Close, unless a request is being answered: the end of its answer closes then."""
         if self._idle:
+            self._starting.cancel()
             self._reading.cancel()
+
+    async def _start_tls(self) -> bool:
+        """Whether the handshake succeeded, in its time.
+
+        Meanwhile the connection counts as idle: one that only opens is the first to make room.
+        """
+        self._on_idle(self, True)
+        with self._starting:
+            self._starting.deadline = trio.current_time() + self._handshake_timeout_s
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self.stream.start()
+                return True
+        return False
 
     def _set_idle(self, idle: bool) -> None:
         """Mind the time while no request is being answered, that of a slow head included.
@@ -370,16 +397,8 @@ def _has_two_lengths(request: h11.Request) -> bool:
     return b"content-length" in names and b"transfer-encoding" in names
 
 
-def _error_body(message: str) -> bytes:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return orjson.dumps({"error": error})
-
-
 _ERROR_BODIES = {
-    400: _error_body("the request is not valid HTTP/1.1"),
-    413: _error_body("the request's body is too large"),
-    431: _error_body("the request's headers are too large"),
-    500: _error_body("internal error"),
-    501: _error_body("the request's transfer coding is not supported"),
-    505: _error_body("only HTTP/1.1 is spoken here"),
+    status: orjson.dumps(http_error_object(status))
+    for status in (400, 413, 414, 431, 500, 501, 505)
 }
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}

@@ -88,13 +88,13 @@ def bind(config: HttpConfig) -> list[Listener]:
     return _bind_tcp(config.host, config.port, config.send_timeout_s)
 
 
-def describe(listener: Listener) -> str:
+def describe(listener: Listener, scheme: str = "http") -> str:
     """The listener's address as a URL, with the port it really has."""
     family, name = listener.socket.family, listener.socket.getsockname()
     if family == socket.AF_UNIX:
-        return f"unix:{os.fsdecode(name)}"
+        return f"unix:{os.fsdecode(name)}" + (" (TLS)" if scheme == "https" else "")
     host = f"[{name[0]}]" if family == socket.AF_INET6 else name[0]
-    return f"http://{host}:{name[1]}"
+    return f"{scheme}://{host}:{name[1]}"
 
 
 # ------------------------------------------------------------------------------------ TCP

@@ -19,8 +19,11 @@ from prometheus_client.registry import Collector
 from trioserve.config.schema import Config, HttpConfig
 from trioserve.engine.api import EngineApi
 from trioserve.http.app import make_app
+from trioserve.http.asgi import App
 from trioserve.http.connection import Connection
+from trioserve.http.guard import Guard
 from trioserve.http.stream import ClientStream, StreamLike
+from trioserve.http.tls import Tls
 from trioserve.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ async def serve_http(
     drain_deadline_s: float,
     collectors: Sequence[Collector] = (),
     tracer: Tracer | None = None,
+    guard: Guard | None = None,
+    tls: Tls | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> DrainReport:
     """Serve until ``stopping`` is set, then drain and return.
@@ -62,12 +67,13 @@ async def serve_http(
     answered on; requests being answered go on until they end or until ``drain_deadline_s`` after
     ``stopping``, when each gets a final error. The listeners are closed when this returns. Installs
     no signal handlers. ``collectors`` have further series for ``/metrics``; ``tracer`` takes
-    the notes of each request.
+    the notes of each request; ``guard`` and ``tls`` are made from the configuration unless given.
 
     Cancellation resets all connections at once.
     """
     try:
-        server = _Server(engine, config, stopping, tracer)
+        app = make_app(engine, config, stopping, tracer=tracer, guard=guard)
+        server = _Server(app, config.http, stopping, tls or Tls.from_config(config.http))
         server.add_metrics(collectors)
         return await server.serve(listeners, drain_deadline_s, task_status)
     finally:
@@ -78,16 +84,15 @@ async def serve_http(
 class _Server:
     """The connections of one ``serve_http``; only its own tasks write here."""
 
-    def __init__(
-        self, engine: EngineApi, config: Config, stopping: trio.Event, tracer: Tracer | None
-    ) -> None:
-        self._app = make_app(engine, config, stopping, tracer=tracer)
+    def __init__(self, app: App, http: HttpConfig, stopping: trio.Event, tls: Tls | None) -> None:
+        self._app = app
         self._open_requests = self._app.context.open_requests
         self._metrics = self._app.context.metrics
-        self._http = config.http
+        self._http = http
+        self._tls = tls
         self._stopping = stopping
         self._wrapped = ASGIWrapper(cast(ASGIFramework, self._app))
-        self._hypercorn = _hypercorn_config(config.http)
+        self._hypercorn = _hypercorn_config(http)
         self._context = WorkerContext(None)
         self._connections: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # the longest idle first
@@ -154,7 +159,7 @@ class _Server:
                 self._close_longest_idle()
                 await trio.sleep(ACCEPT_PAUSE_S)
                 continue
-            client = ClientStream(stream, self._http.send_timeout_s)
+            client = self._client(stream)
             try:
                 await self._wait_for_room()
             except BaseException:
@@ -167,9 +172,15 @@ class _Server:
                 client,
                 http2=self._http.http2,
                 on_idle=self._note_idle,
+                handshake_timeout_s=self._http.tls_handshake_timeout_s,
             )
             self._connections.add(connection)
             connections.start_soon(self._serve_connection, connection, client)
+
+    def _client(self, stream: StreamLike) -> ClientStream:
+        if self._tls is None:
+            return ClientStream(stream, self._http.send_timeout_s)
+        return self._tls.wrap(stream, self._http.send_timeout_s)
 
     async def _wait_for_room(self) -> None:
         """Wait until one more connection may be served; the longest idle one makes room.

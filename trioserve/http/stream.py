@@ -42,11 +42,22 @@ class ClientStream:
     hypercorn shields its sends from cancellation, so the deadline must live inside the stream.
     """
 
+    is_tls = False
+
     def __init__(self, stream: StreamLike, send_timeout_s: float) -> None:
         self.socket = stream.socket
         self._stream = stream
         self._send_timeout_s = send_timeout_s
         self.timed_out = False
+
+    async def start(self) -> None:
+        """What comes before the first byte of HTTP: nothing here. Cancellation leaves a stream
+        that can only be closed."""
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether ``try_send`` took more than the kernel did; ``send_all`` sends the rest first."""
+        return False
 
     def try_send(self, data: bytes) -> int:
         """Send what the kernel takes at once; returns how many bytes that was.
@@ -79,11 +90,14 @@ class ClientStream:
 
     async def _send(self, data: bytes | memoryview) -> None:
         with trio.move_on_after(self._send_timeout_s) as deadline:
-            await self._stream.send_all(data)
+            await self._write(data)
         if deadline.cancelled_caught:
             self.timed_out = True
             self.abort()
             raise trio.BrokenResourceError("the client took nothing for too long")
+
+    async def _write(self, data: bytes | memoryview) -> None:
+        await self._stream.send_all(data)
 
     async def receive_some(self, max_bytes: int) -> bytes:
         """As the stream's own; cancellation loses nothing."""
