@@ -53,8 +53,8 @@ function onRefused(error) {
 }
 
 async function look() {
-  const [startup, text] = await Promise.all([link.get("startup", "json"), link.get("metrics", "text")]);
   const at = performance.now() / 1000;
+  const [startup, text] = await Promise.all([link.get("startup", "json"), link.get("metrics", "text")]);
   if (typeof startup.phase !== "string" || !Array.isArray(startup.stages)) throw new SyntaxError();
   if (version === null || startup.uptime_s < (history.now?.startup.uptime_s ?? 0)) {
     version = (await link.get("version", "json")).version;
