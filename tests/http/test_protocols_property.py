@@ -136,7 +136,7 @@ bodies = st.fixed_dictionaries(
         "max_tokens": st.one_of(st.just(5), values),
         "model": st.one_of(st.just("fake"), values),
     },
-    optional={name: values for name in NAMES},
+    optional=dict.fromkeys(NAMES, values),
 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trioserve.http.fields import Fields
+from trioserve.http.refused import Neutral
 from trioserve.http.sampling_fields import MAX_INT
 from trioserve.http.schema import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 
@@ -15,6 +16,28 @@ MAX_SALT = 128  # characters
 def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
     """Equal to one of the values, in type as well."""
     return lambda value: any(type(value) is type(one) and value == one for one in neutral)
+
+
+ELSEWHERE: Neutral = {
+    "add_generation_prompt": is_one_of(True),
+    "add_special_tokens": is_one_of(False),
+    "best_of": is_one_of(1),
+    "chat_template": is_one_of(),
+    "continue_final_message": is_one_of(False),
+    "documents": is_one_of([]),
+    "echo": is_one_of(False),
+    "include_timings": is_one_of(False),
+    "logprobs": is_one_of(False),
+    "n": is_one_of(1),
+    "prompt_logprobs": is_one_of(),
+    "reasoning_effort": is_one_of(),
+    "request_id": is_one_of(),
+    "return_prompt_text": is_one_of(False),
+    "return_token_ids": is_one_of(False),
+    "return_tokens_as_token_ids": is_one_of(False),
+    "truncate_prompt_tokens": is_one_of(),
+}
+"""Fields honoured by other routes: refused here unless their value asks for nothing."""
 
 
 def read_call(fields: Fields) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import attrs
 import msgspec
 
-from trioserve.http.call_fields import is_one_of, read_call, read_template_kwargs
+from trioserve.http.call_fields import ELSEWHERE, is_one_of, read_call, read_template_kwargs
 from trioserve.http.fields import Fields, decode_object, kind_of, shown
 from trioserve.http.prompt_fields import MAX_MESSAGES
 from trioserve.http.refused import Neutral, read_refused
@@ -80,6 +80,8 @@ def parse_messages(raw: bytes, rules: Rules | None = None) -> MessagesRequest:
     sampling = read_sampling(
         fields, rules, max_tokens=max_tokens, logprobs=None, prompt_logprobs=None
     )
+    if sampling.logprob_token_ids:
+        fields.fault("logprob_token_ids", "is not supported; an answer has no log probabilities")
     call = read_call(fields)
     _read_without_effect(fields)
     read_refused(fields, NEUTRAL)
@@ -203,7 +205,7 @@ def _is_no_choice(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") in ("auto", "none")
 
 
-COUNT_NEUTRAL: Neutral = {
+COUNT_NEUTRAL: Neutral = ELSEWHERE | {
     "thinking": _is_disabled,
     "tools": is_one_of([]),
     "tool_choice": _is_no_choice,

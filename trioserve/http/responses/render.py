@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import orjson
 from trioserve.engine.api import TextDelta, TokenLogprob, Usage
 from trioserve.errors import RequestCut, RequestError
 from trioserve.http.generation import ChoiceSoFar
-from trioserve.http.render import LOWEST_LOGPROB
+from trioserve.http.render import finite
 from trioserve.http.responses.schema import ResponsesRequest
 from trioserve.sampling_params import SamplingParams
 
@@ -250,12 +249,19 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def logprob_objects(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
-    """Tokens with their log probabilities and alternatives."""
-    return [
-        _token(token) | {"top_logprobs": [_token(other) for other in token.top]} for token in tokens
-    ]
+    """Tokens with their log probabilities, the alternatives, and what was wanted beside them."""
+    return [_token(token) | {"top_logprobs": _others(token)} for token in tokens]
+
+
+def _others(token: TokenLogprob) -> list[dict[str, Any]]:
+    shown = {other.token_id for other in token.top}
+    wanted = [other for other in token.wanted if other.token_id not in shown]
+    return [_token(other) for other in (*token.top, *wanted)]
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
-    logprob = token.logprob if math.isfinite(token.logprob) else LOWEST_LOGPROB
-    return {"token": token.token, "bytes": list(token.token_bytes), "logprob": logprob}
+    return {
+        "token": token.token,
+        "bytes": list(token.token_bytes),
+        "logprob": finite(token.logprob),
+    }

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from trioserve.http.call_fields import is_one_of, read_call, read_template_kwargs
+from trioserve.http.call_fields import ELSEWHERE, is_one_of, read_call, read_template_kwargs
 from trioserve.http.fields import Fields, decode_object, kind_of, shown
 from trioserve.http.refused import Neutral, read_refused
 from trioserve.http.responses.items import Item, read_input
@@ -194,9 +194,9 @@ def _optional_string(fields: Fields, name: str, max_chars: int | None = None) ->
     return fields.string(name, max_chars=max_chars) if fields.value(name) is not None else None
 
 
-NEUTRAL: Neutral = {
+NEUTRAL: Neutral = ELSEWHERE | {
+    "max_tokens": is_one_of(),
     "tools": is_one_of([]),
-    "n": is_one_of(1),
     "conversation": is_one_of(),
     "prompt": is_one_of(),
     "context_management": is_one_of([]),

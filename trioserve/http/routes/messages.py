@@ -11,6 +11,7 @@ from trioserve.http.asgi import App
 from trioserve.http.generation import GenerationCall, GenerationService, Order
 from trioserve.http.messages.render import Head, MessagesRenderer
 from trioserve.http.messages.schema import PromptRequest, parse_count, parse_messages
+from trioserve.http.routes import request_state
 from trioserve.http.sampling_fields import Rules
 
 
@@ -54,6 +55,7 @@ class MessageRoutes:
     async def count(self) -> Response:
         """How many tokens the prompt of such a body has."""
         call = self._service.open()
+        request_state().accepted = None  # it asks for no text
         body = await call.read(parse_count)
         prompt = await self._render(call, body)
         return _named(call.respond(orjson.dumps({"input_tokens": len(prompt)})), call.id)

@@ -87,6 +87,7 @@ class ResponseRoutes:
             priority=body.priority,
             cache_salt=body.cache_salt,
             prompt_field="input",
+            max_tokens_field="max_output_tokens",
         )
         if body.background:
             return await self._start(call, draft, turn, order)
