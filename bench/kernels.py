@@ -125,17 +125,17 @@ def products(rows: int, threads: int, seconds: float) -> dict:
     """All projections of one step, by our kernel and by FBGEMM; weights as in a model."""
     import torch
 
-    from trioserve.kernels.cpu.half_linear import HalfLinear
+    from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
     from trioserve.kernels.cpu.runtime import Team, cache_directory
     from trioserve.models.linear import PackedFp16Linear
 
-    product = HalfLinear(Team(threads, cache_directory()))
+    product = PanelProduct(Team(threads, cache_directory()))
     weights = [torch.randn(out, inputs) for out, inputs, count in PROJECTIONS for _ in range(count)]
     x = {inputs: torch.randn(rows, inputs) for _, inputs, _ in PROJECTIONS}
-    panels = [(HalfLinear.pack(weight), *weight.shape) for weight in weights]
+    panels = [Panels.half(weight) for weight in weights]
     packed = [(PackedFp16Linear(weight), weight.shape[1]) for weight in weights]
     parameters = sum(weight.numel() for weight in weights)
-    ours = best(lambda: [product(x[inputs], panel, out) for panel, out, inputs in panels], seconds)
+    ours = best(lambda: [product(x[panel.inputs], panel) for panel in panels], seconds)
     theirs = best(lambda: [linear(x[inputs]) for linear, inputs in packed], seconds)
     return {
         "rows": rows,

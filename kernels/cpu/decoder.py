@@ -19,9 +19,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from trioserve.kernels.cpu import half_linear, paged_attention, simd
-from trioserve.kernels.cpu.half_linear import PANEL, product_share
+from trioserve.kernels.cpu import paged_attention, panel_product, simd
 from trioserve.kernels.cpu.paged_attention import PagedAttention, attend_share
+from trioserve.kernels.cpu.panel_product import Panels, product_share, scratch_bytes
 from trioserve.kernels.cpu.runtime import (
     FASTMATH,
     Kernel,
@@ -48,7 +48,7 @@ class Params(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in _FIELDS), ("eps", ctypes.c_double)]
 
 
-_LINEAR = np.dtype(half_linear.Params)
+_LINEAR = np.dtype(panel_product.Params)
 _ATTENTION = np.dtype(paged_attention.Params)
 _linears = simd.records(_LINEAR)
 _attentions = simd.records(_ATTENTION)
@@ -56,25 +56,25 @@ _attentions = simd.records(_ATTENTION)
 
 @frozen(kw_only=True)
 class DecoderLayer:
-    """One layer's weights. Panels are of ``half_linear.HalfLinear.pack``; biases may be None.
+    """One layer's weights. Biases may be None.
 
     norms float32 [width]; qkv [heads + 2 kv_heads, …], its q and k rows in rotary order (pairs
     adjacent); gate_up gate first.
     """
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Panels
     qkv_bias: Tensor | None
-    output: Tensor
+    output: Panels
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Panels
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Panels
     down_bias: Tensor | None
 
 
-def reference(hidden, rotations, layers, ends, heads, eps):
+def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
     """All layers in float64, without a cache: every row of tokens begins its sequence.
 
     Args:
@@ -82,6 +82,7 @@ def reference(hidden, rotations, layers, ends, heads, eps):
         layers: dictionaries like DecoderLayer with plain weights [out, in].
         ends: first token of each row, then n.
         heads: query heads, KV heads, head_dim.
+        exact: whether weights are used as they are, or rounded to float16.
 
     Returns: what the last layer began with [n, width], and its attention [n, heads * head_dim].
     """
@@ -93,7 +94,8 @@ def reference(hidden, rotations, layers, ends, heads, eps):
 
     def product(x, layer, name):
         bias = layer[f"{name}_bias"]
-        return half_linear.reference(x, layer[name].numpy(), None if bias is None else bias.numpy())
+        bias = None if bias is None else bias.numpy()
+        return panel_product.reference(x, layer[name].numpy(), bias, exact)
 
     q_heads, kv_heads, dim = heads
     for index, layer in enumerate(layers):
@@ -240,7 +242,7 @@ class Decoder:
         first = layers[0]
         q_heads = attention.kv_heads * attention.group
         self._width = first.attention_norm.shape[0]
-        self._inner = first.down.shape[1]
+        self._inner = first.down.inputs
         self._mixed_width = q_heads * attention.head_dim
         self._heads_width = self._mixed_width + 2 * attention.kv_heads * attention.head_dim
         p.width, p.inner, p.eps = self._width, self._inner, eps
@@ -309,11 +311,13 @@ class Decoder:
                 (DOWN, layer.down, layer.down_bias, self._width),
             ):
                 line = self._linears[index, which]
-                line["weight"] = packed.data_ptr()
+                if packed.outputs != outputs:
+                    raise ValueError(f"{packed.outputs} outputs where {outputs} belong")
+                line["weight"], line["kind"] = packed.data.data_ptr(), packed.kind
                 line["bias"] = 0 if bias is None else bias.data_ptr()
-                line["inputs"] = line["x_stride"] = packed.shape[1]
-                line["outputs"], line["panels"] = outputs, packed.shape[0]
-                line["panels_per_unit"] = max(1, packed.shape[0] // (self._threads * 8))
+                line["inputs"] = line["x_stride"] = packed.inputs
+                line["outputs"], line["panels"] = outputs, packed.count
+                line["panels_per_unit"] = max(1, packed.count // (self._threads * 8))
                 line["threads"], line["add"] = self._threads, which in (OUTPUT, DOWN)
                 line["counter"] = self._counters[index, which].ctypes.data
 
@@ -325,7 +329,7 @@ class Decoder:
         self._mixed = torch.zeros(rows, self._mixed_width)
         self._gate_up = torch.zeros(rows, 2 * self._inner)
         self._gated = torch.zeros(rows, self._inner)
-        stride = (half_linear.DEPTH + rows) * PANEL * 4 + 64
+        stride = scratch_bytes(rows, max(self._width, self._inner, self._mixed_width))
         self._scratch = np.zeros(self._threads * stride, np.uint8)
         linears = self._linears
         linears["scratch"], linears["scratch_stride"] = self._scratch.ctypes.data, stride

@@ -70,14 +70,19 @@ def _emit_tile(builder, vector, rows, unroll, half, a, lda, b, ldb, c, ldc, k, a
         middle = len(sums) // 2
         sums = [builder.fadd(x, y) for x, y in zip(sums[:middle], sums[middle:], strict=True)]
     sums = _emit_loop(builder, whole, k, 1, sums, steps)
+    _emit_store(builder, targets, sums, accumulate)
+
+
+def _emit_store(builder, targets, values, accumulate):
+    """Store the vectors or, unless ``accumulate`` is 0, add them to what is there."""
     adding = builder.icmp_signed("!=", accumulate, _index(0))
     with builder.if_else(adding) as (then, otherwise):
         with then:
-            for pointer, value in zip(targets, sums, strict=True):
+            for pointer, value in zip(targets, values, strict=True):
                 value = builder.fadd(builder.load(pointer, align=4), value)
                 builder.store(value, pointer, align=4)
         with otherwise:
-            for pointer, value in zip(targets, sums, strict=True):
+            for pointer, value in zip(targets, values, strict=True):
                 builder.store(value, pointer, align=4)
 
 

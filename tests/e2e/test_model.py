@@ -73,10 +73,11 @@ async def test_fp32_batched_with_chunks_hits_and_preemptions_equals_transformers
     assert ties <= 5
 
 
-async def test_fp16_weights_stay_within_their_tolerance() -> None:
-    ties, stats = await compare_all({"model": {"weights": "fp16"}}, FP16_TOLERANCE)
+@pytest.mark.parametrize(("weights", "most_ties"), [("fp16", 25), ("packed", 5)])
+async def test_narrow_weights_stay_within_their_tolerance(weights: str, most_ties: int) -> None:
+    ties, stats = await compare_all({"model": {"weights": weights}}, FP16_TOLERANCE)
     assert stats.num_preemptions == 0
-    assert ties <= 25
+    assert ties <= most_ties
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

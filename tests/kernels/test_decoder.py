@@ -8,18 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.kernels.cpu import half_linear
+from trioserve.kernels.cpu import panel_product
 from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder, reference
-from trioserve.kernels.cpu.half_linear import HalfLinear
 from trioserve.kernels.cpu.paged_attention import PagedAttention
+from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
 from trioserve.kernels.cpu.runtime import Kernel
 
 HEADS, KV_HEADS, DIM, WIDTH, INNER, LAYERS = 6, 2, 8, 48, 520, 3
 
 
 @pytest.fixture(scope="module")
-def products(team) -> HalfLinear:
-    return HalfLinear(team)
+def products(team) -> PanelProduct:
+    return PanelProduct(team)
 
 
 @pytest.fixture(scope="module")
@@ -42,35 +42,33 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 def test_product_equals_float64(products, rows, inputs, outputs, with_bias, gap):
     weight, bias = random(outputs, inputs), random(outputs, seed=1) if with_bias else None
     x = random(rows, inputs + gap, seed=2)[:, :inputs]
-    out = products(x, HalfLinear.pack(weight), outputs, bias)
-    expected = half_linear.reference(
+    out = products(x, Panels.half(weight), bias)
+    expected = panel_product.reference(
         x.numpy(), weight.numpy(), None if bias is None else bias.numpy()
     )
     np.testing.assert_allclose(out, expected, atol=2e-4, rtol=1e-5)
 
 
 def test_a_row_of_a_product_does_not_see_the_others(products):
-    packed, x = HalfLinear.pack(random(70, 600)), random(9, 600, seed=1)
-    clean = products(x, packed, 70)
+    packed, x = Panels.half(random(70, 600)), random(9, 600, seed=1)
+    clean = products(x, packed)
     x[4] = float("nan")
-    dirty = products(x, packed, 70)
+    dirty = products(x, packed)
     assert dirty[4].isnan().all()
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(dirty[others], clean[others])
 
 
 def test_products_refuse_what_they_would_read_wrongly(products):
-    packed, x = HalfLinear.pack(random(70, 16)), random(3, 16)
-    with pytest.raises(ValueError, match="x must be float32"):
-        products(x.double(), packed, 70)
-    with pytest.raises(ValueError, match="x must be float32, its rows without gaps"):
-        products(random(16, 3).t(), packed, 70)
-    with pytest.raises(ValueError, match="packed must be float16"):
-        products(x, packed, 200)
-    with pytest.raises(ValueError, match="packed must be float16"):
-        products(x[:, :8], packed, 70)
+    packed, x = Panels.half(random(70, 16)), random(3, 16)
+    with pytest.raises(ValueError, match=r"x must be float32 \[n, 16\]"):
+        products(x.double(), packed)
+    with pytest.raises(ValueError, match="its rows without gaps"):
+        products(random(16, 3).t(), packed)
+    with pytest.raises(ValueError, match=r"x must be float32 \[n, 16\]"):
+        products(x[:, :8], packed)
     with pytest.raises(ValueError, match=r"bias must be float32 \[70\]"):
-        products(x, packed, 70, random(69))
+        products(x, packed, random(69))
 
 
 def make_layers(with_bias: bool) -> list[dict[str, torch.Tensor | None]]:
@@ -95,7 +93,7 @@ def make_layers(with_bias: bool) -> list[dict[str, torch.Tensor | None]]:
 
 def packed(layer: dict[str, torch.Tensor | None]) -> DecoderLayer:
     names = ("qkv", "output", "gate_up", "down")
-    return DecoderLayer(**layer | {name: HalfLinear.pack(layer[name]) for name in names})
+    return DecoderLayer(**layer | {name: Panels.half(layer[name]) for name in names})
 
 
 def prepare(attention, context) -> None:

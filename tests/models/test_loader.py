@@ -16,6 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from trioserve.errors import ModelError
+from trioserve.kernels.cpu.blocks import HALF
+from trioserve.kernels.cpu.codes import Q4
+from trioserve.kernels.cpu.panel_product import PanelProduct
+from trioserve.kernels.cpu.runtime import Team
 from trioserve.models.gguf_header import read_header
 from trioserve.models.llama_tensors import expected_tensors
 from trioserve.models.loader import RandomTensors, open_weights
@@ -192,8 +196,8 @@ NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SPEC.num_layers)
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"]
 
 
-def write_gguf(path: Path, dtype: str) -> None:
-    """A llama model of random values, every matrix in ``dtype``."""
+def write_gguf(path: Path, dtype: str, others: dict[str, str] | None = None) -> None:
+    """A llama model of random values, every matrix in ``dtype`` but ``others`` (by last name)."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(SPEC.num_layers)
     writer.add_context_length(SPEC.max_position)
@@ -207,7 +211,8 @@ def write_gguf(path: Path, dtype: str) -> None:
     writer.add_vocab_size(SPEC.vocab_size)
     for name, tensor in random_tensors().items():
         stored = NAMES.get_name(name, try_suffixes=(".weight", ".bias"))
-        kind = gguf.GGMLQuantizationType[dtype if tensor.dim() == 2 else "F32"]
+        wanted = (others or {}).get(stored.split(".")[-2], dtype)
+        kind = gguf.GGMLQuantizationType[wanted if tensor.dim() == 2 else "F32"]
         writer.add_tensor(stored, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -238,6 +243,65 @@ def test_gguf_equals_transformers(transformers, tmp_path, dtype):
         assert set(tensors) == set(reference) == set(expected_tensors(SPEC))
         for name, expected in reference.items():
             assert np.array_equal(tensors[name].numpy(), expected.float().numpy()), name
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_0", "Q4_1"])
+def test_gguf_codes_stand_for_the_same_values(tmp_path, dtype):
+    """Row order of q and k included; norms, which have no codes, say so."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, dtype)
+    model = model_of(read_header(path).tensors, "gguf")
+    with open_weights(model, expected_tensors(SPEC)) as tensors:
+        for name, shape in expected_tensors(SPEC).items():
+            assert tensors.code_bits(name) == (None if len(shape) == 1 else int(dtype[1]))
+            if len(shape) == 2:
+                blocks = tensors.codes(name)
+                assert blocks.bits == int(dtype[1])
+                torch.testing.assert_close(
+                    blocks.dequantized(), tensors[name], rtol=1e-6, atol=1e-7
+                )
+
+
+def test_codes_that_do_not_make_the_shape(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "Q4_1")
+    tensors = [
+        attrs.evolve(tensor, shape=(tensor.shape[0] + 1, *tensor.shape[1:]))
+        for tensor in read_header(path).tensors
+    ]
+    with open_weights(model_of(tensors, "gguf"), expected_tensors(SPEC)) as opened:
+        with pytest.raises(ModelError, match=r"do not make the shape \[65, 64\]"):
+            opened.codes("model.layers.0.self_attn.o_proj.weight")
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_is_the_dequantized_one(tmp_path, dtype, tied):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, dtype)
+    spec = attrs.evolve(SPEC, tie_embeddings=tied)
+    model = model_of(read_header(path).tensors, "gguf", spec=spec)
+    packed = load_model(model, "packed")
+    product = PanelProduct(Team(1, None))
+    for layer in packed.layers:
+        for name in ("qkv", "output", "gate_up", "down"):
+            projection = getattr(layer, name)
+            assert projection.panels.kind == int(dtype[1])
+            projection.product = product
+    assert packed.head.panels.kind == int(dtype[1])
+    packed.head.product = product
+    expected = logits_of(load_model(model, "fp32"), [1, 2, 3, 4])
+    torch.testing.assert_close(logits_of(packed, [1, 2, 3, 4]), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_what_a_file_holds_without_codes_becomes_float16(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "Q4_1", others={"attn_v": "F16", "output": "F32"})
+    packed = load_model(model_of(read_header(path).tensors, "gguf"), "packed")
+    layer = packed.layers[0]
+    kinds = [getattr(layer, name).panels.kind for name in ("qkv", "output", "gate_up", "down")]
+    assert kinds == [HALF, Q4, Q4, Q4]
+    assert packed.head.panels.kind == HALF
 
 
 # ----------------------------------------------------------------------- the worker's path

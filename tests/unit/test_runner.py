@@ -33,9 +33,11 @@ from trioserve.core.scheduler import Scheduler
 from trioserve.core.stages import StageReporter
 from trioserve.errors import ModelError, StartupError
 from trioserve.ipc.messages import Stage, Work
+from trioserve.kernels.cpu.panel_product import PanelProduct
+from trioserve.kernels.cpu.runtime import Team
 from trioserve.models.llama import Llama
 from trioserve.models.llama_tensors import expected_tensors
-from trioserve.models.panels import FusedLlama
+from trioserve.models.panels import PROJECTIONS, FusedLlama
 from trioserve.models.spec import ModelSpec, ResolvedModel
 from trioserve.sampling_params import SamplingParams
 
@@ -75,9 +77,19 @@ class WholeSequence:
         return mixed[0].transpose(0, 1).flatten(1)
 
 
+PLAIN_PRODUCT = PanelProduct(Team(1, None))
+
+
 def plain_logits(weights: str, token_ids: list[int]) -> Tensor:
-    """[n, vocab], the logits after each token, layer by layer with torch's own products."""
+    """[n, vocab], the logits after each token, layer by layer; float32 and float16 with torch's own
+    products."""
     model = lively_model(MODEL, weights)
+    if weights == "int8":
+        for projection in (
+            model.head,
+            *(getattr(one, n) for one in model.layers for n in PROJECTIONS),
+        ):
+            projection.product = PLAIN_PRODUCT
     n = len(token_ids)
     ids, positions = torch.tensor(token_ids), torch.arange(n)
     return model.forward(ids, positions, WholeSequence(), None, positions)
@@ -209,8 +221,11 @@ def prompts(seed: int = 0) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("attention", ["numba", "torch"])
-@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("attention", "weights"),
+    [(attention, weights) for attention in ("numba", "torch") for weights in ("fp32", "fp16")]
+    + [("numba", "int8")],
+)
 def test_everything_equals_the_plain_forward_pass(attention: str, weights: str) -> None:
     num_blocks = 26
     runner = start(config(attention, weights), num_blocks)
@@ -219,7 +234,7 @@ def test_everything_equals_the_plain_forward_pass(attention: str, weights: str) 
         session.add(id, prompt, max_tokens=20)
     session.run()
     session.check(weights)
-    fused = attention == "numba" and weights == "fp16"
+    fused = attention == "numba" and weights != "fp32"
     assert isinstance(runner._model, FusedLlama) == fused
     stats = session.scheduler.stats(0.0)
     assert session.events["chunk"] > 5
@@ -361,12 +376,26 @@ def test_layers_run_one_by_one_where_they_cannot_be_fused(
     with caplog.at_level("INFO"):
         runner = start(config(weights="fp16"), 40)
     assert not isinstance(runner._model, FusedLlama)
-    assert "layers: one by one, not all weights are float16" in caplog.text
+    assert "layers: one by one, not all weights lie in panels" in caplog.text
     session = Session(runner, 40)
     for id, prompt in enumerate(prompts()):
         session.add(id, prompt)
     session.run()
     assert all(len(answer) == 12 for answer in session.answers.values())
+
+
+@pytest.mark.parametrize("weights", ["int8", "packed"])
+def test_codes_without_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
+    monkeypatch.setitem(sys.modules, "trioserve.models.panels", None)
+    with pytest.raises(ModelError, match=f"weights = {weights} cannot be used.*set it to fp16"):
+        start(config(weights=weights), 40)
+
+
+def test_packed_without_codes_is_an_error() -> None:
+    with pytest.raises(
+        ModelError, match=r"weights = packed cannot be used: .* holds no 4- or 8-bit"
+    ):
+        start(config(weights="packed"), 40)
 
 
 def test_a_decoder_kernel_that_fails_is_no_crash(

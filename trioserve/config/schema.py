@@ -77,8 +77,11 @@ class ModelConfig:
     dtype: Literal["auto", "float32"] = setting(
         "auto", "Arithmetic type. On CPU always float32; reduced types need native instructions."
     )
-    weights: Literal["auto", "fp32", "fp16"] = setting(
-        "auto", "How weights are stored: on CPU `auto` is `fp16` (packed, computed in float32)."
+    weights: Literal["auto", "fp32", "fp16", "int8", "packed"] = setting(
+        "auto",
+        "How weights are stored; sums are float32 in all. `packed` keeps the 4- and 8-bit codes "
+        "of a GGUF file as they are, `int8` makes codes of 32 inputs to a scale; on CPU `auto` is "
+        "`packed` for GGUF files that hold codes, else `fp16`.",
     )
     max_model_len: int | Auto = setting(
         "auto",

@@ -36,7 +36,7 @@ from trioserve.models.attention import (
     make_backend,
 )
 from trioserve.models.fusing import compile_kernels
-from trioserve.models.linear import Layout, choose_layout
+from trioserve.models.linear import Layout, choose_layout, choose_panels
 from trioserve.models.registry import load_model
 from trioserve.models.spec import ResolvedModel
 from trioserve.sampling_params import SamplingParams
@@ -127,7 +127,7 @@ class ModelRunner:
         if self._config.model.weights != "fp32" and processor.reads_float16:
             self._kernels = compile_kernels(attention)
         if self._kernels is not None:
-            self._layout, reason = "panels", "float16, the layers run as one kernel"
+            self._layout, reason = choose_panels(self._config.model.weights, self._resolved)
         else:
             attention.compile()
             self._layout, reason = choose_layout(self._config.model.weights)
@@ -140,7 +140,7 @@ class ModelRunner:
 
     @property
     def _weights_name(self) -> str:
-        return "fp32" if self._layout == "fp32" else "fp16"
+        return "fp16" if self._layout == "panels" else self._layout
 
     def profile(self, report: StageReporter) -> MemoryProfile:
         """Stage profile: run a step of the most rows with a cache just large enough, and measure.

@@ -1,4 +1,4 @@
-"""GGUF's block-quantized types to float32.
+"""GGUF's block-quantized types, to float32 or as the codes that they are.
 
 Each block holds 32 values: q8_0 a half scale and 32 signed bytes; q4_0 a half scale and 16 bytes
 of nibbles, 8 standing for zero; q4_1 a half scale, a half minimum and 16 bytes of nibbles. Low
@@ -7,11 +7,16 @@ nibbles are the block's first half, high nibbles its second. Results equal ggml'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from trioserve.kernels.cpu.codes import Q4, Q8, Blocks
+
 BLOCK_VALUES = 32
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+CODE_BITS = {"Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4}
 CHUNK_BLOCKS = 8192  # a chunk's values, 1 MiB, stay in the processor's cache between passes
 
 
@@ -26,6 +31,28 @@ def dequantize(raw: Tensor, dtype: str) -> Tensor:
     for chunk, out in zip(blocks.split(CHUNK_BLOCKS), values.split(CHUNK_BLOCKS), strict=True):
         fill(chunk, out)
     return values.view(-1)
+
+
+def read_codes(raw: Tensor, dtype: str, shape: Sequence[int]) -> Blocks:
+    """uint8 ``[blocks * block bytes]`` as the codes of a matrix of ``shape``, nothing rounded.
+
+    q4_0's zero point becomes a minimum of -8 scales, which is exact in half precision.
+
+    Raises:
+        RuntimeError: bytes and shape do not fit.
+    """
+    outputs, inputs = shape
+    blocks = raw.view(outputs, inputs // BLOCK_VALUES, BLOCK_BYTES[dtype])
+    scales = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(-1)
+    if dtype == "Q8_0":
+        return Blocks(Q8, blocks[:, :, 2:].view(torch.int8).flatten(1), scales, None)
+    if dtype == "Q4_0":
+        minima, nibbles = scales * -8, blocks[:, :, 2:]
+    else:
+        minima = blocks[:, :, 2:4].contiguous().view(torch.float16).squeeze(-1)
+        nibbles = blocks[:, :, 4:]
+    codes = torch.cat([nibbles & 15, nibbles >> 4], -1)
+    return Blocks(Q4, codes.flatten(1), scales, minima)
 
 
 def _q8_0(blocks: Tensor, out: Tensor) -> None:

@@ -8,6 +8,9 @@ layout's affair:
   to read at batch 1, and blocked for the cache. Nothing is computed in half precision.
 * ``panels``: the same float16 values in the order of this project's own kernels, which can run all
   layers in one go; see ``trioserve.models.panels``. The ModelRunner takes it where numba works.
+* ``int8``: panels of 8-bit codes, 32 inputs to a float16 scale.
+* ``packed``: panels of the 4- and 8-bit codes that a GGUF file holds, nothing rounded; what the
+  file holds in other types is as in ``panels``.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trioserve.errors import ModelError
+from trioserve.kernels.cpu.codes import BLOCK, Blocks, quantize_q8
+from trioserve.models.gguf_dequant import CODE_BITS
+from trioserve.models.spec import ResolvedModel
 
 log = logging.getLogger(__name__)
 
-Layout = Literal["fp32", "fp16", "panels"]
+Layout = Literal["fp32", "fp16", "panels", "int8", "packed"]
 FP16_MAX = 65504.0
 PACKED_COLUMNS = 512  # FBGEMM stores whole blocks of so many columns; the product skips the padding
 
@@ -80,21 +86,29 @@ class PackedFp16Linear:
         return self._product(x, self._packed)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> Linear:
-    """Put a float32 matrix ``[out, in]`` (and bias ``[out]``) into a layout.
+def make_linear(weight: Tensor | Blocks, bias: Tensor | None, layout: Layout, name: str) -> Linear:
+    """Put a matrix ``[out, in]``, float32 or as codes (and bias ``[out]``), into a layout.
 
     A matrix with values beyond float16's range stays float32; the log says which one (``name``).
     """
+    if isinstance(weight, Blocks):
+        return _in_panels(weight, bias)
     if layout != "fp32":
         if fits_fp16(weight):
-            return _half(weight, bias, layout)
+            return _narrow(weight, bias, layout)
         log.warning("%s has values beyond float16 and stays float32", name)
     return Fp32Linear(weight, bias)
 
 
-def _half(weight: Tensor, bias: Tensor | None, layout: Layout) -> Linear:
+def _narrow(weight: Tensor, bias: Tensor | None, layout: Layout) -> Linear:
     if layout == "fp16":
         return PackedFp16Linear(weight, bias)
+    if layout == "int8" and weight.shape[1] % BLOCK == 0:
+        return _in_panels(quantize_q8(weight), bias)
+    return _in_panels(weight, bias)
+
+
+def _in_panels(weight: Tensor | Blocks, bias: Tensor | None) -> Linear:
     from trioserve.models.panels import PanelLinear  # needs numba, which others do without
 
     return PanelLinear(weight, bias)
@@ -106,17 +120,47 @@ def fits_fp16(weight: Tensor) -> bool:
     return bool(low >= -FP16_MAX) and bool(high <= FP16_MAX)
 
 
-def choose_layout(wanted: Literal["auto", "fp32", "fp16"]) -> tuple[Layout, str]:
-    """Decide ``[model] weights`` for this processor.
+Wanted = Literal["auto", "fp32", "fp16", "int8", "packed"]
+
+
+def choose_panels(wanted: Wanted, model: ResolvedModel) -> tuple[Layout, str]:
+    """Decide ``[model] weights`` where this project's kernels work, and fp32 is not wanted.
 
     Returns:
         the layout, and the reason for people to read.
 
     Raises:
-        ModelError: fp16 was asked for and this processor or torch build lacks the kernels.
+        ModelError: packed was asked for and the checkpoint holds no codes.
+    """
+    if wanted == "int8":
+        return "int8", "as configured"
+    has_codes = any(tensor.dtype in CODE_BITS for tensor in model.tensors)
+    if wanted == "packed" and not has_codes:
+        raise ModelError(
+            f"[model] weights = packed cannot be used: {model.source} holds no 4- or 8-bit codes; "
+            "set it to int8, fp16 or auto"
+        )
+    if wanted == "packed" or (wanted == "auto" and has_codes):
+        return "packed", "the codes of the file, the layers run as one kernel"
+    return "panels", "float16, the layers run as one kernel"
+
+
+def choose_layout(wanted: Wanted) -> tuple[Layout, str]:
+    """Decide ``[model] weights`` where this project's kernels do not work, or fp32 is wanted.
+
+    Returns:
+        the layout, and the reason for people to read.
+
+    Raises:
+        ModelError: what was asked for needs kernels that this processor or torch build lacks.
     """
     if wanted == "fp32":
         return "fp32", "as configured"
+    if wanted in ("int8", "packed"):
+        raise ModelError(
+            f"[model] weights = {wanted} cannot be used: it needs the kernels that numba compiles, "
+            "which do not work here (the log says why); set it to fp16, fp32 or auto"
+        )
     missing = _why_no_packed_fp16()
     if missing is None:
         return "fp16", "as configured" if wanted == "fp16" else "packed kernels are available"

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trioserve.kernels.cpu.codes import Blocks
 from trioserve.models.layers import Embedding, RMSNorm, Rotary, interleave, rotate_, silu_mul
 from trioserve.models.linear import Layout, Linear, make_linear
 from trioserve.models.llama_tensors import expected_tensors
@@ -77,21 +78,41 @@ def _qkv(spec: ModelSpec, weights: Weights, name: str, layout: Layout) -> Linear
         return torch.cat([interleave(q, spec.head_dim), interleave(k, spec.head_dim), v])
 
     bias = joined("bias") if spec.attention_bias else None
-    return make_linear(joined("weight"), bias, layout, f"{name}.qkv")
+    weight: Tensor | Blocks | None = None
+    if layout == "packed":
+        orders = [_rotary_order(spec, heads) for heads in (spec.num_heads, spec.num_kv_heads)]
+        names = [f"{name}.{part}_proj.weight" for part in "qkv"]
+        weight = weights.take_codes(names, [*orders, None])
+    if weight is None:
+        weight = joined("weight")
+    return make_linear(weight, bias, layout, f"{name}.qkv")
+
+
+def _rotary_order(spec: ModelSpec, num_heads: int) -> Tensor:
+    """Which row of a checkpoint's projection comes where."""
+    rows = torch.arange(num_heads * spec.head_dim).unsqueeze(1)
+    return interleave(rows, spec.head_dim).flatten()
 
 
 def _projection(weights: Weights, layout: Layout, has_bias: bool, *names: str) -> Linear:
     """One product of one or several projections, in the given order."""
     bias = weights.take_joined([f"{name}.bias" for name in names]) if has_bias else None
-    weight = weights.take_joined([f"{name}.weight" for name in names])
+    matrices = [f"{name}.weight" for name in names]
+    weight: Tensor | Blocks | None = weights.take_codes(matrices) if layout == "packed" else None
+    if weight is None:
+        weight = weights.take_joined(matrices)
     return make_linear(weight, bias, layout, " + ".join(names))
 
 
 def _ends(spec: ModelSpec, weights: Weights, layout: Layout) -> tuple[Embedding, Linear, int]:
     """Embedding and head, and the bytes of both; a tied float32 table serves as both."""
-    rows = weights.take(EMBEDDING)
+    codes = weights.take_codes([EMBEDDING]) if layout == "packed" and spec.tie_embeddings else None
+    rows = weights.take(EMBEDDING) if codes is None else codes.dequantized()
     embedding = Embedding(rows, layout)
-    head_rows = rows if spec.tie_embeddings else weights.take(HEAD)
+    head_rows: Tensor | Blocks | None = rows if codes is None else codes
+    if not spec.tie_embeddings:
+        head_rows = weights.take_codes([HEAD]) if layout == "packed" else None
+        head_rows = weights.take(HEAD) if head_rows is None else head_rows
     head = make_linear(head_rows, None, layout, "lm_head")
     shared = head_rows is embedding.rows and head.layout == "fp32"
     return embedding, head, embedding.num_bytes + (0 if shared else head.num_bytes)

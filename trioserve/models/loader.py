@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from trioserve.errors import ModelError
-from trioserve.models.gguf_dequant import BLOCK_BYTES, dequantize
+from trioserve.kernels.cpu.codes import Blocks
+from trioserve.models.gguf_dequant import BLOCK_BYTES, CODE_BITS, dequantize, read_codes
 from trioserve.models.gguf_names import hf_name
 from trioserve.models.spec import ResolvedModel, TensorInfo
 
@@ -72,6 +73,14 @@ class ModelTensors(Mapping[str, Tensor]):
         """Fraction of ``total_bytes``, and bytes, looked up so far."""
         return min(1.0, self._done_bytes / self.total_bytes), self._done_bytes
 
+    def code_bits(self, name: str) -> int | None:
+        """Bits of the codes that the tensor is stored as; None if it has no codes to be kept."""
+        return None
+
+    def codes(self, name: str) -> Blocks:
+        """The tensor as its file has it; for those with ``code_bits``."""
+        raise KeyError(name)
+
     def _count(self, num_bytes: int) -> None:
         with self._lock:
             self._done_bytes += num_bytes
@@ -112,6 +121,23 @@ class FileTensors(ModelTensors):
         self._count(info.num_bytes)
         return tensor
 
+    def code_bits(self, name: str) -> int | None:
+        info = self._infos.get(name)
+        return CODE_BITS.get(info.dtype) if info is not None and len(info.shape) == 2 else None
+
+    def codes(self, name: str) -> Blocks:
+        info = self._infos[name]
+        raw = _read(self._descriptors[info.path], info)
+        try:
+            blocks = read_codes(raw, info.dtype, info.shape)
+        except RuntimeError:
+            raise _damaged(info) from None
+        if self._permuted and (".q_proj." in name or ".k_proj." in name):
+            numbers = torch.arange(info.shape[0]).unsqueeze(1)
+            blocks = blocks.rows(undo_permutation(numbers, self._head_dim).flatten())
+        self._count(info.num_bytes)
+        return blocks
+
 
 class RandomTensors(ModelTensors):
     """Tensors drawn from a seed: norms are ones, biases zeros, the rest normal with deviation 0.02.
@@ -150,13 +176,17 @@ def to_float32(raw: Tensor, info: TensorInfo) -> Tensor:
         if info.dtype in PLAIN_TYPES:
             return raw.view(PLAIN_TYPES[info.dtype]).float().view(info.shape)
     except RuntimeError:
-        raise ModelError(
-            f"{info.path}: tensor {info.name}: {info.num_bytes} bytes of {info.dtype} do not make "
-            f"the shape {list(info.shape)}; the file is damaged"
-        ) from None
+        raise _damaged(info) from None
     supported = ", ".join((*PLAIN_TYPES, *BLOCK_BYTES))
     raise ModelError(
         f"{info.path}: tensor {info.name} is stored as {info.dtype}; supported: {supported}"
+    )
+
+
+def _damaged(info: TensorInfo) -> ModelError:
+    return ModelError(
+        f"{info.path}: tensor {info.name}: {info.num_bytes} bytes of {info.dtype} do not make "
+        f"the shape {list(info.shape)}; the file is damaged"
     )
 
 

@@ -1,4 +1,4 @@
-"""Float16 weights in panels, and a Llama's layers as one kernel.
+"""Narrow weights in panels, and a Llama's layers as one kernel.
 
 Where numba works the projections are kept in panels that this project's own kernels read, and all
 layers are handed to one parallel region.
@@ -14,8 +14,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from trioserve.kernels.cpu.codes import Blocks
 from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder
-from trioserve.kernels.cpu.half_linear import HalfLinear
+from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
 from trioserve.kernels.cpu.runtime import Kernel, Team
 from trioserve.models.attention import BatchContext, NumbaAttention
 from trioserve.models.layers import RMSNorm, silu_mul
@@ -26,37 +27,38 @@ PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
 
 class PanelLinear:
-    """A projection whose float16 weight lies in panels; see ``models.linear.Linear``.
+    """A projection whose weight lies in panels, float16 or codes; see ``models.linear.Linear``.
 
     ``product`` is set by ``PanelKernels.finish`` before the first call: one kernel serves all.
     """
 
     layout: Layout = "panels"
-    product: HalfLinear
+    product: PanelProduct
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | Blocks, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.panels = HalfLinear.pack(weight)
+        is_float = isinstance(weight, Tensor)
+        self.panels = Panels.half(weight) if is_float else Panels.of_blocks(weight)
         self.bias = bias
-        self.num_bytes = self.panels.nbytes + (0 if bias is None else bias.nbytes)
+        self.num_bytes = self.panels.data.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x, self.panels, self.out_features, self.bias)
+        return self.product(x, self.panels, self.bias)
 
 
 @frozen(kw_only=True)
 class PanelKernels:
     """The compiled kernels. Raises whatever numba raises where it does not work."""
 
-    product: HalfLinear
+    product: PanelProduct
     decoder: Kernel
 
     @classmethod
     def compile(cls, team: Team) -> PanelKernels:
-        return cls(product=HalfLinear(team), decoder=compile_decoder(team))
+        return cls(product=PanelProduct(team), decoder=compile_decoder(team))
 
     def finish(self, model: Any, attention: NumbaAttention) -> Any:
-        """Make a model that was loaded with the layout "panels" ready to run.
+        """Make a model that was loaded into panels ready to run.
 
         Returns:
             a FusedLlama or, where a projection had to stay float32, the model itself.
@@ -67,7 +69,7 @@ class PanelKernels:
             one.product = self.product
         if len(panels) == len(projections) + 1:
             return FusedLlama(model, attention, self)
-        log.info("layers: one by one, not all weights are float16")
+        log.info("layers: one by one, not all weights lie in panels")
         attention.compile()
         return model
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trioserve.errors import ModelError
+from trioserve.kernels.cpu.codes import Blocks
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,40 @@ class Weights:
     def take(self, name: str) -> Tensor:
         """The tensor as float32, shape checked. Raises ModelError where the shape is wrong."""
         tensor = self._tensors[name]
+        self._check_shape(name, tensor.shape)
+        return tensor.float()
+
+    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         expected = tuple(self._expected[name])
-        if tuple(tensor.shape) != expected:
+        if tuple(shape) != expected:
             raise ModelError(
-                f"tensor {name} has shape {list(tensor.shape)}, "
+                f"tensor {name} has shape {list(shape)}, "
                 f"the model's configuration asks for {list(expected)}"
             )
-        return tensor.float()
+
+    def take_codes(
+        self, names: Sequence[str], orders: Sequence[Tensor | None] | None = None
+    ) -> Blocks | None:
+        """Several matrices one below the other as the codes that the file holds.
+
+        Args:
+            names: of the matrices.
+            orders: for each the rows wanted, int64, or None for all as they are.
+
+        Returns:
+            None where one is not stored as codes, or not as the same kind as the others.
+        """
+        code_bits = getattr(self._tensors, "code_bits", None)
+        if code_bits is None or len(bits := {code_bits(name) for name in names}) > 1:
+            return None
+        if None in bits:
+            return None
+        parts = []
+        for name, order in zip(names, orders or [None] * len(names), strict=True):
+            part = self._tensors.codes(name)
+            self._check_shape(name, part.shape)
+            parts.append(part if order is None else part.rows(order))
+        return parts[0] if len(parts) == 1 else Blocks.joined(parts)
 
     def take_joined(self, names: Sequence[str]) -> Tensor:
         """Several tensors one below the other, as one new tensor (a single one as it is)."""

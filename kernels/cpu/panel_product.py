@@ -1,0 +1,267 @@
+"""Products with narrow weights and float32 activations: x · Wᵀ + bias.
+
+The weight [out, in] lies in panels of PANEL outputs, in-major: [panels, in, PANEL] float16, or in
+blocks of codes (``trioserve.kernels.cpu.blocks``). One line of a panel is one or two registers; a
+tile of up to six rows of x against a panel keeps its sums in registers. With few rows the panel is
+widened as it is read, so that memory is all there is to wait for; with many it is widened once into
+a scratch that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numba
+import numpy as np
+import torch
+from attrs import frozen
+
+from trioserve.kernels.cpu import blocks, simd
+from trioserve.kernels.cpu.blocks import HALF, Q4_BYTES, Q8_BYTES
+from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks
+from trioserve.kernels.cpu.runtime import FASTMATH, Team, next_unit, thread_index
+
+PANEL = simd.PANEL
+DEPTH = 512  # inputs of a panel that are widened at once
+FEW_ROWS = 6  # beyond it, widening a panel once is quicker (measured: 12 rows 23 ms against 28)
+
+_FIELDS = (
+    *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
+    *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add", "kind"),
+)
+
+
+class Params(ctypes.Structure):
+    """Addresses of float32 but for ``weight``, which is of ``kind``; the stride in elements;
+    ``bias`` may be 0. With ``add`` the product is added to what ``out`` holds."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
+
+
+def reference(x, weight, bias, exact=False):
+    """float64, with the weight rounded to float16 unless it is ``exact``."""
+    weight = weight if exact else weight.astype(np.float16)
+    product = x.astype(np.float64) @ weight.astype(np.float64).T
+    return product if bias is None else product + bias
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _half_product(rows, a, lda, b, c, ldc, k, accumulate):
+    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL], B float16."""
+    while rows >= 6:
+        simd.half6(a, lda, b, PANEL, c, ldc, k, accumulate)
+        rows -= 6
+        a += 6 * lda * 4
+        c += 6 * ldc * 4
+    if rows >= 4:
+        simd.half4(a, lda, b, PANEL, c, ldc, k, accumulate)
+        rows -= 4
+        a += 4 * lda * 4
+        c += 4 * ldc * 4
+    if rows == 3:
+        simd.half3(a, lda, b, PANEL, c, ldc, k, accumulate)
+    elif rows == 2:
+        simd.half2(a, lda, b, PANEL, c, ldc, k, accumulate)
+    elif rows == 1:
+        simd.half1(a, lda, b, PANEL, c, ldc, k, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _panel_product(rows, a, lda, b, c, ldc, k, accumulate):
+    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL]."""
+    row = 0
+    while rows - row >= 6:
+        simd.panel6(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+        row += 6
+    if rows - row >= 4:
+        simd.panel4(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+        row += 4
+    if rows - row >= 2:
+        simd.panel2(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+        row += 2
+    if rows > row:
+        simd.panel1(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _panel_bytes(kind, inputs):
+    if kind == Q4:
+        return inputs // BLOCK * Q4_BYTES
+    if kind == Q8:
+        return inputs // BLOCK * Q8_BYTES
+    return inputs * PANEL * 2
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _widen(kind, weight, depth, count, scratch):
+    """Inputs [depth, depth + count) of a panel as float32 [count, PANEL]."""
+    if kind == HALF:
+        for i in range(count):
+            simd.widen(weight + (depth + i) * PANEL * 2, scratch + i * PANEL * 4)
+        return
+    first = depth // BLOCK
+    for line in range(count // BLOCK):
+        target = scratch + line * BLOCK * PANEL * 4
+        if kind == Q4:
+            blocks.widen_q4(weight + (first + line) * Q4_BYTES, target)
+        else:
+            blocks.widen_q8(weight + (first + line) * Q8_BYTES, target)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _panel(p, panel, scratch):
+    """All rows against one panel."""
+    first = panel * PANEL
+    width = min(PANEL, p.outputs - first)
+    weight = p.weight + panel * _panel_bytes(p.kind, p.inputs)
+    out = p.out + first * 4
+    stride, add = p.outputs, p.add
+    if width < PANEL:  # the last one goes through a place of its own
+        out = scratch + DEPTH * PANEL * 4
+        stride, add = PANEL, 0
+    if p.rows <= FEW_ROWS:
+        lines = p.inputs // BLOCK
+        if p.kind == Q4:
+            sums = scratch + (DEPTH + p.rows) * PANEL * 4
+            blocks.q4_product(p.rows, p.x, p.x_stride, weight, out, stride, lines, sums, add)
+        elif p.kind == Q8:
+            blocks.q8_product(p.rows, p.x, p.x_stride, weight, out, stride, lines, add)
+        else:
+            _half_product(p.rows, p.x, p.x_stride, weight, out, stride, p.inputs, add)
+    else:
+        for depth in range(0, p.inputs, DEPTH):
+            count = min(DEPTH, p.inputs - depth)
+            _widen(p.kind, weight, depth, count, scratch)
+            x = p.x + depth * 4
+            more = 1 if depth > 0 else add
+            _panel_product(p.rows, x, p.x_stride, scratch, out, stride, count, more)
+    if width < PANEL:
+        _copy(p, first, width, out)
+    if p.bias != 0:
+        _add_bias(p, first, width)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _copy(p, first, width, tile):
+    """From a tile of its own to where the last panel's outputs belong."""
+    for row in range(p.rows):
+        source = numba.carray(simd.floats(tile + row * PANEL * 4), width)
+        target = numba.carray(simd.floats(p.out + (row * p.outputs + first) * 4), width)
+        for j in range(width):
+            target[j] = source[j] + (target[j] if p.add != 0 else np.float32(0.0))
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _add_bias(p, first, width):
+    bias = numba.carray(simd.floats(p.bias + first * 4), width)
+    for row in range(p.rows):
+        target = numba.carray(simd.floats(p.out + (row * p.outputs + first) * 4), width)
+        for j in range(width):
+            target[j] += bias[j]
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def product_share(p, thread):
+    """One thread's panels, taken as they come."""
+    scratch = p.scratch + thread * p.scratch_stride
+    if p.kind == Q4 and p.rows <= FEW_ROWS:
+        sums = scratch + (DEPTH + p.rows) * PANEL * 4
+        blocks.block_sums(p.rows, p.x, p.x_stride, p.inputs // BLOCK, sums)
+    while True:
+        first = next_unit(p.counter) * p.panels_per_unit
+        if first >= p.panels:
+            break
+        for panel in range(first, min(first + p.panels_per_unit, p.panels)):
+            _panel(p, panel, scratch)
+
+
+def panel_product(params):
+    """The kernel of one product."""
+    p = numba.carray(params, 1)[0]
+    product_share(p, thread_index() if p.threads > 1 else 0)
+
+
+@frozen(eq=False)
+class Panels:
+    """A weight [outputs, inputs] as the kernels read it.
+
+    Attributes:
+        kind: HALF, or the bits of its codes, see ``trioserve.kernels.cpu.blocks``.
+        data: float16 [count, inputs, PANEL], or uint8 [count, inputs / 32, LINE_BYTES[kind]].
+    """
+
+    kind: int
+    outputs: int
+    inputs: int
+    data: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of panels."""
+        return self.data.shape[0]
+
+    @staticmethod
+    def half(weight: torch.Tensor) -> Panels:
+        """Of float32 [out, in], rounded to float16."""
+        outputs, inputs = weight.shape
+        panels = -(-outputs // PANEL)
+        packed = torch.zeros((panels * PANEL, inputs), dtype=torch.float16)
+        packed[:outputs] = weight
+        packed = packed.view(panels, PANEL, inputs).transpose(1, 2).contiguous()
+        return Panels(HALF, outputs, inputs, packed)
+
+    @staticmethod
+    def of_blocks(weight: Blocks) -> Panels:
+        """Of codes, taken over as they are."""
+        return Panels(weight.bits, *weight.shape, blocks.pack(weight))
+
+
+class PanelProduct:
+    """Runs the product of rows with a weight in panels."""
+
+    def __init__(self, team: Team) -> None:
+        self._kernel = team.compile(panel_product, Params)
+        self._params = p = Params()
+        self._counter = ctypes.c_int64()
+        p.threads = team.threads
+        p.counter = ctypes.addressof(self._counter)
+        self._max_rows = self._max_inputs = 0
+
+    def __call__(
+        self, x: torch.Tensor, weight: Panels, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float32 [n, inputs] to a new float32 [n, outputs].
+
+        Raises:
+            ValueError: another shape, type or layout.
+        """
+        rows, inputs = x.shape
+        outputs = weight.outputs
+        if x.dtype != torch.float32 or x.stride(1) != 1 or inputs != weight.inputs:
+            raise ValueError(f"x must be float32 [n, {weight.inputs}], its rows without gaps")
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,)):
+            raise ValueError(f"bias must be float32 [{outputs}]")
+        out = torch.empty((rows, outputs), dtype=torch.float32)
+        p = self._params
+        if rows > self._max_rows or inputs > self._max_inputs:
+            self._reserve(max(rows, self._max_rows, 64), max(inputs, self._max_inputs))
+        p.x, p.x_stride, p.weight = x.data_ptr(), x.stride(0), weight.data.data_ptr()
+        p.bias = 0 if bias is None else bias.data_ptr()
+        p.out, p.rows, p.inputs, p.outputs = out.data_ptr(), rows, inputs, outputs
+        p.kind, p.panels = weight.kind, weight.count
+        p.panels_per_unit = max(1, weight.count // (p.threads * 8))
+        self._counter.value = 0
+        self._kernel(p)
+        return out
+
+    def _reserve(self, rows: int, inputs: int) -> None:
+        self._max_rows, self._max_inputs = rows, inputs
+        p = self._params
+        p.scratch_stride = scratch_bytes(rows, inputs)
+        self._scratch = np.zeros(p.threads * p.scratch_stride, np.uint8)
+        p.scratch = self._scratch.ctypes.data
+
+
+def scratch_bytes(rows: int, inputs: int) -> int:
+    """Scratch of one thread: part of a panel widened, a panel's outputs, sums of blocks."""
+    return ((DEPTH + rows) * PANEL + min(rows, FEW_ROWS) * (inputs // BLOCK)) * 4 + 64
