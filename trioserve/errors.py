@@ -158,6 +158,13 @@ class DeadlineExceeded(RequestError):
         super().__init__(message, code="deadline_exceeded")
 
 
+class RequestAborted(RequestError):
+    """The server's operator ended the request. Raised to the reader of the stream."""
+
+    status: ClassVar[int] = 409
+    default_code: ClassVar[str] = "aborted"
+
+
 class RequestFailed(RequestError):
     """The worker failed this request, or died under it. Raised to the reader of the stream."""
 

@@ -20,6 +20,7 @@ from trioserve.http.messages.errors import in_anthropics_shape, is_messages_path
 from trioserve.http.metrics import Metrics
 from trioserve.http.open_requests import OpenRequests
 from trioserve.http.routes import (
+    admin,
     docs,
     generation,
     messages,
@@ -59,7 +60,7 @@ ROUTES = [
     "/v1/responses/<response_id>/input_items",
     "/version",
 ]
-"""Templates of all routes; a test compares them with what is registered."""
+"""Templates of all routes but those of control; a test compares them with what is registered."""
 
 
 def make_app(
@@ -94,19 +95,33 @@ def make_app(
         config=config,
         stopping=stopping,
         open_requests=OpenRequests(),
-        metrics=Metrics(engine, ROUTES, config),
+        metrics=Metrics(engine, _routes_of(config), config),
         tracer=tracer,
         parsing=trio.CapacityLimiter(1),
         guard=guard or Guard.from_config(config.http),
         page=page.PageRoutes.from_config(config.http),
     )
-    for module in (probes, models, generation, responses, messages, tokenization, docs, page):
+    for module in (
+        probes,
+        models,
+        generation,
+        responses,
+        messages,
+        tokenization,
+        docs,
+        page,
+        admin,
+    ):
         module.register(app)
     _check_open_routes(app)
     app.register_error_handler(RequestError, _on_request_error)
     app.register_error_handler(HTTPException, _on_http_error)
     app.register_error_handler(Exception, _on_bug)
     return app
+
+
+def _routes_of(config: Config) -> list[str]:
+    return sorted([*ROUTES, *admin.ROUTES]) if config.http.admin else ROUTES
 
 
 def _check_open_routes(app: App) -> None:

@@ -9,7 +9,13 @@ import orjson
 from quart import Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from trioserve.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, RequestError
+from trioserve.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    RequestAborted,
+    RequestError,
+)
 
 JSON = "application/json"
 MAX_SHOWN_METHOD, MAX_SHOWN_PATH = 20, 120  # characters of what a client chose
@@ -75,8 +81,9 @@ def error_object(error: RequestError) -> dict[str, Any]:
 def error_response(error: RequestError) -> Response:
     """The response for ``error``: its status, body and Retry-After."""
     response = Response(orjson.dumps(error_object(error)), status=error.status, content_type=JSON)
-    if isinstance(error, DeadlineExceeded):
-        # OpenAI's client repeats a 504 by itself, and a deadline would cost three times as much.
+    if isinstance(error, DeadlineExceeded | RequestAborted):
+        # OpenAI's client repeats a 504 and a 409 by itself: a deadline would cost three times as
+        # much, and what was aborted would run again.
         response.headers["x-should-retry"] = "false"
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)

@@ -187,6 +187,10 @@ class GenerationCall:
             log.info("request %s: unknown fields ignored: %s", self.id, names)
         return body
 
+    def call_answer(self, id: str) -> None:
+        """Have the open request found by ``id`` too, which its answer has."""
+        self._opened.other_id = id
+
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Await ``work()``; a deadline, a drain and a client that leaves cancel it.
 

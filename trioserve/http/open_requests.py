@@ -42,12 +42,14 @@ class OpenRequest:
         id: as clients know it; several requests may have one id, for clients choose them.
         opened_s: when it came, by trio's clock.
         streams: what was submitted for it.
+        other_id: what its answer is called, where that is not made from ``id``.
     """
 
     def __init__(self, id: str = "") -> None:
         self.id = id
         self.opened_s = trio.current_time()
         self.streams: list[RequestStream] = []
+        self.other_id = ""
         self._error: RequestError | None = None  # that ends it
         self._woken = False
         self._waits = False  # and may be cancelled: nothing is half done
@@ -176,6 +178,9 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(self._requests)
+
     @contextmanager
     def opened(self, id: str = "") -> Iterator[OpenRequest]:
         """A request that is open until the ``with`` ends."""
@@ -192,7 +197,7 @@ class OpenRequests:
 
     def find(self, id: str) -> list[OpenRequest]:
         """The open requests with this id, the oldest first."""
-        found = [request for request in self._requests if request.id == id]
+        found = [request for request in self._requests if id in (request.id, request.other_id)]
         return sorted(found, key=lambda request: request.opened_s)
 
     async def wait_none(self) -> None:

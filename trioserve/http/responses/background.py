@@ -178,6 +178,7 @@ class BackgroundResponses:
             opened = lifetime.enter_context(open_requests.opened(request_id))
             state = RequestState(request_id, Exchange(), lifetime)
             call = GenerationCall(self._service, state, opened)
+            call.call_answer(draft.head.stem)
             call.submit(order)
             run = self._runs[draft.head.id] = Run(draft, turn, opened)
             lifetime.callback(self._end, run)

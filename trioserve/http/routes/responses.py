@@ -69,6 +69,7 @@ class ResponseRoutes:
         rules = Rules.of(self._http, self._engine.generation_defaults)
         body = await call.read(functools.partial(parse_responses, rules=rules))
         stem = secrets.token_hex(16)
+        call.call_answer(stem)
         draft = Draft(
             Head(
                 stem=stem,
@@ -163,8 +164,9 @@ class ResponseRoutes:
 
     async def retrieve(self, response_id: str) -> Response:
         """One response as it is now, or its events from one on."""
-        if _flag("stream"):
-            return self._follow(self._events(response_id), _number("starting_after", -1) + 1)
+        stream, first = _flag("stream"), _number("starting_after", -1) + 1
+        if stream:
+            return self._follow(self._events(response_id), first)
         run = self._background.get(response_id)
         if run is not None:
             return _json(run.snapshot())
