@@ -11,8 +11,8 @@ from trioserve.http.openapi.requests import (
     EMPTY_ARRAY,
     EMPTY_OBJECT,
     KWARGS,
-    NOT_SUPPORTED,
     NOTHING,
+    of_type,
     only,
 )
 from trioserve.http.openapi.shapes import (
@@ -27,7 +27,6 @@ from trioserve.http.openapi.shapes import (
     integer,
     json_answer,
     json_or_events,
-    mapping,
     nullable,
     obj,
     one_of,
@@ -57,9 +56,9 @@ _PROMPT_OPTIONAL: dict[str, Schema] = {
 _IGNORED = requests.IGNORED | {name: anything("Changes no answer here.") for name in WITHOUT_EFFECT}
 _COUNT_NEUTRAL: dict[str, Schema] = {
     **requests.NEUTRAL,
-    "thinking": mapping({}, NOT_SUPPORTED, required=["type"]),
+    "thinking": of_type("disabled"),
     "tools": EMPTY_ARRAY,
-    "tool_choice": mapping({}, NOT_SUPPORTED, required=["type"]),
+    "tool_choice": of_type("auto", "none"),
     "output_config": EMPTY_OBJECT,
     "mcp_servers": EMPTY_ARRAY,
     "context_management": EMPTY_OBJECT,

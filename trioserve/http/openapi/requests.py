@@ -61,6 +61,11 @@ def only(*values: Any) -> Schema:
     return nothing_but(NOT_SUPPORTED, *values)
 
 
+def of_type(*types: str) -> Schema:
+    """An object that is not supported, taken only with these values of ``type``."""
+    return obj({"type": enum(types)}, description=NOT_SUPPORTED)
+
+
 def stop(rules: Rules) -> Schema:
     """Stop strings."""
     return one_of(
@@ -159,7 +164,7 @@ def _common(rules: Rules) -> dict[str, Schema]:
 
 NEUTRAL: dict[str, Schema] = {
     "length_penalty": only(1),
-    "response_format": mapping({}, NOT_SUPPORTED, required=["type"]),
+    "response_format": of_type("text"),
     "structured_outputs": EMPTY_OBJECT,
     "guided_json": NOTHING,
     "guided_regex": NOTHING,

@@ -11,8 +11,8 @@ from trioserve.http.openapi.requests import (
     EMPTY_OBJECT,
     KWARGS,
     MODEL,
-    NOT_SUPPORTED,
     NOTHING,
+    of_type,
     only,
 )
 from trioserve.http.openapi.shapes import (
@@ -156,7 +156,7 @@ def _fields(rules: Rules) -> dict[str, Schema]:
         "text": body(
             {},
             {
-                "format": mapping({}, NOT_SUPPORTED, required=["type"]),
+                "format": of_type("text"),
                 "verbosity": only("medium"),
             },
         ),
