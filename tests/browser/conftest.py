@@ -54,7 +54,7 @@ def find_browser() -> str:
     missing = "no browser: install chromium (Debian: apt-get install chromium) to test the page"
     if os.environ.get("TRIOSERVE_NEED_BROWSER"):
         pytest.fail(missing)
-    pytest.skip(missing.upper())
+    pytest.skip(f"NOT TESTED: {missing}")
 
 
 @pytest.fixture(scope="module")
