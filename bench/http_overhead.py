@@ -20,7 +20,14 @@ from typing import Any
 import trio
 
 from trioserve.config.schema import Config, HttpConfig
-from trioserve.engine.api import EngineStatus, Phase, TextDelta, Usage
+from trioserve.engine.api import (
+    EngineStatus,
+    GenerationDefaults,
+    Phase,
+    TextDelta,
+    Timings,
+    Usage,
+)
 from trioserve.http.listeners import bind
 from trioserve.http.server import serve_http
 from trioserve.sampling_params import SamplingParams
@@ -72,6 +79,10 @@ class InstantStream:
         pass
 
     @property
+    def timings(self) -> Timings:
+        return Timings(0.0, None, None, None)
+
+    @property
     def usage(self) -> Usage:
         return Usage(len(self.prompt_token_ids), self._num_tokens, 0)
 
@@ -81,6 +92,7 @@ class InstantEngine:
 
     served_names = ("bench",)
     max_model_len = 1_000_000
+    generation_defaults = GenerationDefaults()
     status = EngineStatus(Phase.READY, 1, [], None, "bench", None, None, 0, 1.0, 1.0)
 
     async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
