@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +16,11 @@ from trioserve.errors import InvalidRequest
 from trioserve.sampling_params import (
     MAX_BAD_WORDS,
     MAX_ID_LIST,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     SamplingParams,
@@ -232,3 +236,41 @@ def test_the_largest_request_is_checked_in_a_moment() -> None:
     started = time.thread_time()
     largest.validate(VOCAB)
     assert time.thread_time() - started < 0.1
+
+
+LIMITS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "stop": (MAX_STOP_STRINGS, MAX_STOP_CHARS),
+    "repetition_penalty": (1 / MAX_REPETITION, MAX_REPETITION),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "logit_bias": (MAX_ID_LIST, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS),
+    "allowed_token_ids": (MAX_ID_LIST,),
+    "bad_words": (MAX_BAD_WORDS, MAX_STOP_CHARS),
+    "logprobs": (0, MAX_LOGPROBS),
+    "logprob_token_ids": (MAX_LOGPROB_TOKEN_IDS,),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+
+
+def test_the_page_has_all_fields_defaults_and_limits() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/sampling.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
+    shown = {name.strip("`"): (default, about) for name, default, *about in rows}
+    plain = SamplingParams()
+    assert sorted(shown) == sorted(SamplingParams.__struct_fields__)
+    for name, (default, _) in shown.items():
+        value = getattr(plain, name)
+        if value is None or value == () or value == {}:
+            assert default == "none"
+        else:
+            assert default == str(value).lower()
+    for name, limits in LIMITS.items():
+        _, (reach, _) = shown[name]
+        assert all(f"{limit:,g}" in reach for limit in limits), name
