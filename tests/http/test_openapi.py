@@ -26,7 +26,7 @@ from trioserve.http.schema import parse_chat, parse_completion
 
 from .client import serving
 from .fake_engine import FakeEngine, FakeStream
-from .openapi_checks import check_answer, document_of, events_of, everything_on
+from .openapi_checks import EVERYTHING, check_answer, document_of, events_of, everything_on
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 COMPLETION: dict[str, Any] = {"prompt": "a"}
@@ -154,7 +154,7 @@ BODIES: dict[str, tuple[Callable[[bytes], Any], list[dict[str, Any]]]] = {
                 "stream": True,
                 "stream_options": {},
                 "reasoning": {},
-                "text": {},
+                "text": {"format": {"type": "text"}},
             }
         ],
     ),
@@ -302,6 +302,33 @@ async def test_draining() -> None:
         assert load.json == {"server_load": 1}
         engine.streams[0].say("a", finish="stop")
         await running.answer()
+
+
+async def test_control_routes() -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine, **EVERYTHING) as served:
+        document = await document_of(served)
+
+        async def check(method: str, path: str, status: int = 200) -> None:
+            answer = await served.call(method, path)
+            assert answer.status == status
+            check_answer(document, method, path, answer)
+
+        running = await served.connect()
+        await running.send("POST", "/v1/completions", COMPLETION, X_Request_Id="one")
+        await engine.submitted()
+        await check("GET", "/v1/requests?limit=1")
+        await check("GET", "/v1/requests?limit=0", 400)
+        await check("GET", "/v1/requests/one")
+        await check("GET", "/v1/requests/two", 404)
+        for name in ("pause", "resume", "reset_prefix_cache"):
+            await check("POST", f"/admin/{name}")
+        await check("DELETE", "/v1/requests/one")
+        await check("DELETE", "/v1/requests/two", 404)
+        await running.answer()
+        engine.phase = Phase.RESTARTING
+        await check("POST", "/admin/pause", 503)
+        await check("POST", "/admin/drain")
 
 
 async def test_errors() -> None:

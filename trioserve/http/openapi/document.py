@@ -7,11 +7,18 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import trioserve
-from trioserve.http.openapi import generation, messages, responses, service, tokenization
+from trioserve.http.openapi import (
+    control,
+    generation,
+    messages,
+    responses,
+    service,
+    tokenization,
+)
 from trioserve.http.openapi.shapes import ERROR, ERRORS, JSON, Schema, json_answer, ref
 from trioserve.http.sampling_fields import Rules
 
-MODULES = (generation, responses, messages, tokenization, service)
+MODULES = (generation, responses, messages, tokenization, service, control)
 PATHS: dict[str, dict[str, Any]] = {
     path: operations for module in MODULES for path, operations in module.PATHS.items()
 }
@@ -20,6 +27,7 @@ TAGS = {
     "Tokens": "Texts as token ids, and back.",
     "Models": "What is served.",
     "Service": "How the server is and what it does.",
+    "Control": "To act on the server and its requests.",
 }
 DESCRIPTION = """\
 A server for large language models that speaks the OpenAI API.
