@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", default=DEFAULT_SOURCE)
     parser.add_argument("--attention", choices=["numba", "torch"], default="numba")
-    parser.add_argument("--weights", choices=["auto", "fp32", "fp16"], default="auto")
+    parser.add_argument("--weights", choices=["auto", "fp32", "fp16", "int8", "packed"], default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=1.0, help="per kind of step")
     arguments = parser.parse_args()
