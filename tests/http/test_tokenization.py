@@ -48,11 +48,22 @@ async def test_texts_of_the_tokens() -> None:
 async def test_chat() -> None:
     engine = FakeEngine()
     async with serving(engine) as served:
-        body = {"messages": USER, "chat_template_kwargs": {"x": 1}}
+        body = {
+            "messages": USER,
+            "chat_template_kwargs": {"x": 1},
+            "documents": [{"text": "d"}],
+            "reasoning_effort": "none",
+        }
         answer = await served.call("POST", "/tokenize", body)
         assert answer.status == 200
         assert engine.rendered == [USER]
-        assert engine.template_kwargs == {"x": 1}
+        kwargs = engine.template_kwargs
+        assert kwargs is not None
+        assert (kwargs["x"], kwargs["reasoning_effort"]) == (1, "none")
+        # The same body makes the same prompt where it is answered.
+        await served.call("POST", "/v1/chat/completions", body)
+        assert engine.template_kwargs == kwargs
+        assert engine.streams[0].prompt_token_ids == answer.json["tokens"]
         tokens = answer.json["tokens"]
         assert bytes(tokens).decode().find("hi") >= 0
 
@@ -62,7 +73,10 @@ async def test_chat() -> None:
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": USER}, "messages"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+        ("/tokenize", {"messages": USER, "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"messages": USER, "documents": 1}, "documents"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": "hi"}, "messages"),
         ("/tokenize", {"messages": [{"role": "nobody"}]}, "messages[0].role"),

@@ -259,8 +259,8 @@ def parse_chat(raw: bytes, rules: Rules | None = None) -> ChatRequest:
         "add_generation_prompt": opens,
         "continue_final_message": continues,
         "add_special_tokens": fields.boolean("add_special_tokens"),
-        "chat_template": _chat_template(fields, rules),
-        "template_kwargs": _template_kwargs(fields),
+        "chat_template": read_chat_template(fields, rules),
+        "template_kwargs": read_chat_kwargs(fields),
         "has_completion_limit": fields.value("max_completion_tokens") is not None,
     }
     read_refused(fields, CHAT_NEUTRAL)
@@ -380,7 +380,8 @@ def _chat_max_tokens(fields: Fields, rules: Rules) -> int | None:
     return None
 
 
-def _chat_template(fields: Fields, rules: Rules) -> str | None:
+def read_chat_template(fields: Fields, rules: Rules) -> str | None:
+    """A template that came with the request, if the operator trusts such."""
     template = fields.string("chat_template", max_chars=MAX_TEMPLATE_CHARS)
     if template and not rules.trust_chat_template:
         fields.fault(
@@ -391,7 +392,7 @@ def _chat_template(fields: Fields, rules: Rules) -> str | None:
     return template or None
 
 
-def _template_kwargs(fields: Fields) -> dict[str, Any]:
+def read_chat_kwargs(fields: Fields) -> dict[str, Any]:
     """Variables of the template: those that have fields of their own, and any others."""
     given = fields.value("chat_template_kwargs")
     own: dict[str, Any] = {}

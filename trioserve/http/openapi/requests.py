@@ -267,6 +267,23 @@ def _completion(rules: Rules) -> dict[str, Schema]:
     }
 
 
+def chat_prompt() -> dict[str, Schema]:
+    """What makes the prompt of a chat, beside its messages."""
+    return {
+        "add_generation_prompt": boolean("Begin the answer's message.", default=True),
+        "continue_final_message": boolean(
+            "Go on with the last message; excludes `add_generation_prompt`.", default=False
+        ),
+        "add_special_tokens": boolean("Besides those of the template.", default=False),
+        "chat_template": string(
+            "Where `http.trust_request_chat_template` allows it.", maxLength=MAX_TEMPLATE_CHARS
+        ),
+        "chat_template_kwargs": KWARGS,
+        "documents": array(free(), "For templates that show them.", maxItems=MAX_DOCUMENTS),
+        "reasoning_effort": enum(REASONING_EFFORTS, "For templates that know it."),
+    }
+
+
 def _chat(rules: Rules) -> dict[str, Schema]:
     return {
         **_common(rules),
@@ -276,17 +293,9 @@ def _chat(rules: Rules) -> dict[str, Schema]:
         "top_logprobs": integer(
             "That many best tokens at each place; needs `logprobs`.", 0, rules.max_logprobs
         ),
-        "add_generation_prompt": boolean("Begin the answer's message.", default=True),
-        "continue_final_message": boolean("Go on with the last message.", default=False),
-        "add_special_tokens": boolean("Besides those of the template.", default=False),
         "echo": boolean("Begin with the message that is gone on with.", default=False),
         "return_prompt_text": boolean("Show the rendered prompt.", default=False),
-        "chat_template": string(
-            "Where `http.trust_request_chat_template` allows it.", maxLength=MAX_TEMPLATE_CHARS
-        ),
-        "chat_template_kwargs": KWARGS,
-        "documents": array(free(), "For templates that show them.", maxItems=MAX_DOCUMENTS),
-        "reasoning_effort": enum(REASONING_EFFORTS, "For templates that know it."),
+        **chat_prompt(),
         **NEUTRAL,
         **CHAT_NEUTRAL,
         **IGNORED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioserve.http.openapi.requests import KWARGS, MODEL, TOKEN_ID
+from trioserve.http.openapi.requests import CHAT_NEUTRAL, MODEL, TOKEN_ID, chat_prompt
 from trioserve.http.openapi.shapes import (
     GENERATION_ERRORS,
     Schema,
@@ -21,7 +21,7 @@ from trioserve.http.openapi.shapes import (
     string,
 )
 from trioserve.http.prompt_fields import MAX_MESSAGES
-from trioserve.http.routes.tokenization import MAX_TOKENS
+from trioserve.http.routes.tokenization import CHAT_PROMPT_NEUTRAL, MAX_TOKENS
 from trioserve.http.sampling_fields import Rules
 
 ERRORS = tuple(status for status in GENERATION_ERRORS if status != 429)
@@ -43,14 +43,9 @@ _SCHEMAS: dict[str, Schema] = {
             {"messages": array(ref("Message"), minItems=1, maxItems=MAX_MESSAGES)},
             {
                 "model": MODEL,
-                "add_special_tokens": boolean("Besides those of the template.", default=False),
                 "return_token_strs": _TEXTS,
-                "add_generation_prompt": boolean("Begin the answer's message.", default=True),
-                "continue_final_message": boolean(
-                    "Leave the last message open; excludes `add_generation_prompt`.",
-                    default=False,
-                ),
-                "chat_template_kwargs": KWARGS,
+                **chat_prompt(),
+                **{name: CHAT_NEUTRAL[name] for name in CHAT_PROMPT_NEUTRAL},
                 "prompt": {"type": "null"},
             },
             "A chat, as the model gets it.",

@@ -14,10 +14,15 @@ from quart import Response
 from trioserve.http.asgi import App
 from trioserve.http.fields import Fields, decode_object
 from trioserve.http.generation import GenerationService
-from trioserve.http.schema import read_messages
+from trioserve.http.prompt_fields import read_messages
+from trioserve.http.refused import CHAT_NEUTRAL
+from trioserve.http.sampling_fields import Rules
+from trioserve.http.schema import read_chat_kwargs, read_chat_template
 
 MAX_TOKENS = 1_000_000  # to detokenize at once
 TEXTS_AT_ONCE = 4096  # tokens looked up between two turns of the loop
+CHAT_PROMPT_NEUTRAL = ("tools", "functions", "mm_processor_kwargs", "media_io_kwargs")
+"""Fields of a chat that would change its prompt; refused unless they ask for nothing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,7 +47,8 @@ class TokenizeRequest(TokenRequest):
     return_token_strs: bool
     add_generation_prompt: bool
     continue_final_message: bool
-    template_kwargs: dict[str, Any] | None
+    chat_template: str | None
+    template_kwargs: dict[str, Any]
 
 
 @attrs.frozen(kw_only=True)
@@ -52,42 +58,53 @@ class DetokenizeRequest(TokenRequest):
     tokens: list[int]
 
 
-def parse_tokenize(raw: bytes) -> TokenizeRequest:
+def parse_tokenize(raw: bytes, rules: Rules | None = None) -> TokenizeRequest:
     """Decode and check a body of ``/tokenize``.
 
     Raises:
         InvalidBody: listing all faults with their paths.
     """
     fields = Fields(decode_object(raw))
-    prompt, chat = fields.value("prompt"), fields.value("messages") is not None
-    if chat and prompt is not None:
-        fields.fault("messages", "and prompt are both given; give one of them")
-    elif not chat and prompt is None:
+    is_chat, is_text = (fields.value(name) is not None for name in ("messages", "prompt"))
+    if is_chat and is_text:
+        fields.fault("prompt", "and messages are both given; give one of them")
+    elif not is_chat and not is_text:
         fields.fault("prompt", "is missing; give a string, or messages in its place")
-    messages = read_messages(fields) if chat else None
-    add_generation_prompt = open_end = False
-    kwargs = None
-    if chat:
-        open_end = fields.boolean("continue_final_message")
-        add_generation_prompt = fields.boolean("add_generation_prompt", not open_end)
-        kwargs = fields.object("chat_template_kwargs")
-        if open_end and add_generation_prompt:
-            fields.fault("continue_final_message", "contradicts add_generation_prompt")
     request: dict[str, Any] = {
         "model": fields.string("model"),
         "prompt": fields.string("prompt"),
-        "add_special_tokens": fields.boolean("add_special_tokens", not chat),
+        "add_special_tokens": fields.boolean("add_special_tokens", not is_chat),
         "return_token_strs": fields.boolean("return_token_strs"),
+        **(_read_chat(fields, rules or Rules()) if is_chat else _NO_CHAT),
     }
     fields.raise_faults()
-    return TokenizeRequest(
-        messages=messages,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=open_end,
-        template_kwargs=kwargs.body if kwargs is not None else None,
-        ignored=tuple(fields.unread()),
-        **request,
-    )
+    return TokenizeRequest(ignored=fields.unknown(), **request)
+
+
+_NO_CHAT: dict[str, Any] = {
+    "messages": None,
+    "add_generation_prompt": False,
+    "continue_final_message": False,
+    "chat_template": None,
+    "template_kwargs": {},
+}
+
+
+def _read_chat(fields: Fields, rules: Rules) -> dict[str, Any]:
+    """What makes the prompt of a chat, as ``/v1/chat/completions`` takes it."""
+    continues = fields.boolean("continue_final_message")
+    opens = fields.boolean("add_generation_prompt", not continues)
+    if continues and opens:
+        fields.fault("continue_final_message", "contradicts add_generation_prompt; give one")
+    for name in CHAT_PROMPT_NEUTRAL:
+        fields.neutral(name, CHAT_NEUTRAL[name])
+    return {
+        "messages": read_messages(fields),
+        "add_generation_prompt": opens,
+        "continue_final_message": continues,
+        "chat_template": read_chat_template(fields, rules),
+        "template_kwargs": read_chat_kwargs(fields),
+    }
 
 
 def parse_detokenize(raw: bytes) -> DetokenizeRequest:
@@ -102,7 +119,7 @@ def parse_detokenize(raw: bytes) -> DetokenizeRequest:
     tokens = list(fields.integers("tokens", max_items=MAX_TOKENS))
     model = fields.string("model")
     fields.raise_faults()
-    return DetokenizeRequest(model=model, tokens=tokens, ignored=tuple(fields.unread()))
+    return DetokenizeRequest(model=model, tokens=tokens, ignored=fields.unknown())
 
 
 def register(app: App) -> None:
@@ -122,7 +139,9 @@ class TokenRoutes:
     async def tokenize(self) -> Response:
         """The token ids of a text, or of a chat as the model gets it."""
         call = self._service.open()
-        body = await call.read(parse_tokenize)
+        http = self._service.context.config.http
+        rules = Rules.of(http, self._engine.generation_defaults)
+        body = await call.read(functools.partial(parse_tokenize, rules=rules))
         tokens = await call.run(functools.partial(self._encode, body))
         texts = None
         if body.return_token_strs:
@@ -152,6 +171,7 @@ class TokenRoutes:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
+            chat_template=body.chat_template,
             template_kwargs=body.template_kwargs,
         )
 
