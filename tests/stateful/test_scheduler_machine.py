@@ -51,6 +51,7 @@ class Harness:
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.announced: set[int] = set()
+        self.followed: set[int] = set()
 
     def add(self, prompt: list[int], sampling: SamplingParams, **fields: object) -> int:
         work = Work(len(self.works), prompt, sampling, seed=0, **fields)  # type: ignore[arg-type]
@@ -69,6 +70,7 @@ class Harness:
         assert 0 < batch.num_tokens <= self.budget
         assert len({row.id for row in batch.rows}) == len(batch.rows)
         self._check_decodes(batch)
+        self._check_nothing_is_computed_twice()
         self.launched.append((batch, self.executor.execute(batch, failing)))
         return True
 
@@ -78,6 +80,18 @@ class Harness:
         rows |= {row.id for row in batch.rows}
         for seq in self.scheduler._running.values():
             assert seq.num_left > 1 or seq.id in rows, f"decode {seq.id} was left out"
+
+    def _check_nothing_is_computed_twice(self) -> None:
+        """No two running prefills miss the same block of a shared prefix."""
+        self.followed |= {id for s in self.scheduler._running.values() for id in s.followers}
+        owners: dict[bytes, int] = {}
+        size = self.scheduler.block_size
+        for seq in self.scheduler._running.values():
+            if not seq.cacheable or seq.num_left <= 1:
+                continue
+            for digest in seq.digests[seq.num_registered : (seq.num_tokens - 1) // size]:
+                assert digest not in owners, f"{seq.id} computes what {owners[digest]} does"
+                owners[digest] = seq.id
 
     def retire(self) -> None:
         batch, sampled = self.launched.popleft()
@@ -260,6 +274,7 @@ def test_what_the_machine_is_about_does_happen(policy: str) -> None:
     assert h.executor.num_chunks >= 10
     assert h.executor.num_mixed >= 10
     assert h.executor.num_recomputed >= 3
+    assert len(h.followed) >= 5
     assert stats.output_tokens == sum(map(len, h.outputs.values()))
 
 

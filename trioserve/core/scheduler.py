@@ -17,8 +17,8 @@ there are blocks for all its known tokens besides one more for each running sequ
 otherwise have to be preempted soon after. It takes these blocks at once, so prefill never
 preempts. The lane of the shortest may pass a first-come head that has no room, but not more than
 MAX_PASSES times, so that many small ones cannot keep a large one out. A sequence whose next
-missing block is computed by another row of this very step waits for it: of n equal prompts the
-first is computed, the others hit the prefix cache.
+missing block is computed by a running one waits for it, out of the others' way: of n equal prompts
+the first is computed, the others hit the prefix cache (``trioserve.core.prefixes``).
 
 **Preemption.** A decoding sequence without a free block for its next token takes one from the
 last admitted (policy "fcfs") or from the worst (priority, arrival) (policy "priority"), which is
@@ -32,7 +32,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from trioserve.core.batch import NewSequence, SampledRow, ScheduledBatch, ScheduledRow
-from trioserve.core.block_pool import ROOT_DIGEST, BlockHasher, BlockPool
+from trioserve.core.block_pool import BlockPool
+from trioserve.core.prefixes import Prefixes, urgency
 from trioserve.core.sequence import Sequence, SequenceStatus
 from trioserve.core.waiting import Lane, WaitingQueue, lane_key
 from trioserve.errors import ConfigError, ContextLengthExceeded, InvalidRequest
@@ -40,8 +41,8 @@ from trioserve.ipc.messages import Delta, StepStats, Work, WorkFailed
 
 MAX_PASSES = 8
 """How many sequences may be admitted past a head that has no room."""
-MAX_HELD = 8
-"""How many waiting sequences a step may set aside because a row of it computes their prefix."""
+MAX_FOLLOWERS = 32
+"""How many waiting sequences a step may set aside, since each costs a look at all its blocks."""
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -53,7 +54,7 @@ class _PrefillPlan:
         self.shares: dict[int, int] = {}  # tokens in this step
         self.open = set(Lane) if admit else set()  # lanes that may still admit
         self.blocked: Sequence | None = None  # the first-come head, if it has no room
-        self.held: list[Sequence] = []
+        self.num_set_aside = 0
 
     def num_left(self, seq: Sequence) -> int:
         return seq.num_left - self.shares.get(seq.id, 0)
@@ -103,11 +104,10 @@ class Scheduler:
         self.policy = policy
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pool = BlockPool(num_blocks, block_size, prefix_caching)
-        self._hasher = BlockHasher(block_size)
+        self._prefixes = Prefixes(self.pool)
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # in order of admission
-        self._computing: dict[bytes, Sequence] = {}  # missing blocks of running prefills
         self._removed: list[int] = []  # to be forgotten by the executor with the next batch
         self._step = 0
         self._last_arrival = 0
@@ -218,7 +218,7 @@ class Scheduler:
                 continue
             seq.num_computed_tokens = row.start + row.num_tokens
             self._prompt_tokens += row.num_tokens - (row.start >= seq.num_prompt_tokens)
-            self._register(seq)
+            self._wait_again(self._prefixes.advance(seq))
             if row.sample and result is not None:
                 deltas.append(self._append(seq, result))
             elif not seq.announced:
@@ -266,9 +266,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is found again, also by what running sequences add later."""
         self.pool.reset_prefix_cache()
-        self._computing.clear()
-        for seq in self._running.values():
-            seq.cacheable = False
+        self._wait_again(self._prefixes.abandon(list(self._running.values())))
 
     def forget_unused(self) -> int:
         """Make the blocks that no sequence uses unfindable; how many others stay findable."""
@@ -290,15 +288,15 @@ class Scheduler:
             raise RuntimeError(f"{num_running} sequences run, at most {self.max_num_running} may")
         for seq in self._sequences.values():
             self._check_sequence(seq)
-        for seq in self._computing.values():
-            if self._running.get(seq.id) is not seq:
-                raise RuntimeError(f"sequence {seq.id} does not run, but blocks are expected of it")
+        self._prefixes.check(self._sequences, self._running)
 
     def _check_sequence(self, seq: Sequence) -> None:
         name = f"sequence {seq.id}"
         running = seq.id in self._running
         if running == (seq in self._waiting) or running != (seq.status is SequenceStatus.RUNNING):
             raise RuntimeError(f"{name} is {seq.status.name} and in the wrong set")
+        if (seq.leader is not None) != self._waiting.is_parked(seq):
+            raise RuntimeError(f"{name} is set aside for nobody, or follows and is not")
         room = len(seq.block_ids) * self.block_size
         if not running and (room or seq.num_computed_tokens or seq.sent):
             raise RuntimeError(f"{name} waits with {len(seq.block_ids)} blocks")
@@ -351,8 +349,6 @@ class Scheduler:
         left = self._hand_out(plan, Lane.FIRST_COME, budget - num_shortest)
         left = self._hand_out(plan, Lane.SHORTEST, num_shortest + left)
         self._hand_out(plan, Lane.FIRST_COME, left)
-        for seq in plan.held:
-            self._waiting.push(seq)
 
     def _hand_out(self, plan: _PrefillPlan, lane: Lane, budget: int) -> int:
         """Give ``budget`` tokens to the prefills of one lane, admitting on the way.
@@ -360,11 +356,11 @@ class Scheduler:
         Returns what nobody could use.
         """
         unserved = [seq for seq in plan.prefills if plan.num_left(seq) > 0]
-        unserved.sort(key=lambda seq: lane_key(lane, seq), reverse=True)
+        unserved.sort(key=lambda seq: urgency(lane, seq), reverse=True)
         while budget > 0:
             head = self._waiting.peek(lane) if lane in plan.open else None
             if head is not None and (
-                not unserved or lane_key(lane, head) < lane_key(lane, unserved[-1])
+                not unserved or lane_key(lane, head) < urgency(lane, unserved[-1])
             ):
                 if not self._admit(head, plan, lane):
                     continue  # it closed the lane, or set this head aside
@@ -386,11 +382,12 @@ class Scheduler:
         if passed is not None and passed is not seq and passed.num_passes >= MAX_PASSES:
             plan.open.clear()
             return False
-        hits = self._find_prefix(seq)
-        if self._is_coming(seq, len(hits), plan):
-            self._waiting.remove(seq)
-            plan.held.append(seq)
-            if len(plan.held) >= MAX_HELD:
+        hits = self._prefixes.find(seq)
+        if found := self._prefixes.leader(seq, len(hits)):
+            self._waiting.park(seq)
+            self._prefixes.follow(seq, *found)
+            plan.num_set_aside += 1
+            if plan.num_set_aside >= MAX_FOLLOWERS:
                 plan.open.clear()
             return False
         num_new = -(-seq.num_tokens // self.block_size) - len(hits)
@@ -419,32 +416,11 @@ class Scheduler:
             self._prefix_hits += seq.num_computed_tokens
             self._prefix_queries += seq.num_tokens if self.pool.prefix_caching else 0
         self._running[seq.id] = seq
-        for digest in seq.digests[num_hits:]:
-            self._computing.setdefault(digest, seq)
+        self._prefixes.begin(seq, num_hits)
 
-    def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks a sequence could start with; at least one token stays to compute."""
-        if not self.pool.prefix_caching:
-            return []
-        self._extend_digests(seq, seq.num_tokens // self.block_size)
-        return self.pool.find(seq.digests[: (seq.num_tokens - 1) // self.block_size])
-
-    def _is_coming(self, seq: Sequence, num_hits: int, plan: _PrefillPlan) -> bool:
-        """Whether a row of this step computes the first block that ``seq`` misses."""
-        if num_hits >= (seq.num_tokens - 1) // self.block_size or not seq.digests:
-            return False
-        owner = self._computing.get(seq.digests[num_hits])
-        if owner is None:
-            return False
-        end = owner.num_computed_tokens + plan.shares.get(owner.id, 0)
-        return end >= (num_hits + 1) * self.block_size
-
-    def _extend_digests(self, seq: Sequence, num_blocks: int) -> None:
-        size = self.block_size
-        for i in range(len(seq.digests), num_blocks):
-            parent, extra = (seq.digests[-1], b"") if i else (ROOT_DIGEST, seq.cache_salt)
-            tokens = seq.token_ids[i * size : (i + 1) * size]
-            seq.digests.append(self._hasher.digest(parent, tokens, extra))
+    def _wait_again(self, followers: list[Sequence]) -> None:
+        for seq in followers:
+            self._waiting.push(seq)
 
     # -------------------------------------------------------------------------- progress
 
@@ -474,17 +450,6 @@ class Scheduler:
             new_block_ids=list(grown),
             sample=num_tokens == seq.num_left,
         )
-
-    def _register(self, seq: Sequence) -> None:
-        """Make the blocks that are full of computed tokens now findable."""
-        num_full = seq.num_computed_tokens // self.block_size
-        if num_full == seq.num_registered or not (seq.cacheable and self.pool.prefix_caching):
-            return
-        self._extend_digests(seq, num_full)
-        for i in range(seq.num_registered, num_full):
-            self.pool.register(seq.block_ids[i], seq.digests[i])
-            self._computing.pop(seq.digests[i], None)
-        seq.num_registered = num_full
 
     def _append(self, seq: Sequence, result: SampledRow) -> Delta:
         token_id = result.token_id
@@ -532,6 +497,7 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self._leave(seq, status)
         else:
+            self._prefixes.unfollow(seq)
             self._waiting.remove(seq)
             seq.status = status
         del self._sequences[seq.id]
@@ -541,9 +507,7 @@ class Scheduler:
         del self._running[seq.id]
         if seq.sent:
             self._removed.append(seq.id)
-        for digest in seq.digests[seq.num_registered :]:
-            if self._computing.get(digest) is seq:
-                del self._computing[digest]
+        self._wait_again(self._prefixes.end(seq))
         self.pool.release(seq.block_ids)
         seq.clear_progress()
         seq.status = status

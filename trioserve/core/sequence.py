@@ -44,8 +44,10 @@ class Sequence:
         "cache_salt",
         "cacheable",
         "digests",
+        "followers",
         "id",
         "in_flight",
+        "leader",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -88,6 +90,8 @@ class Sequence:
         self.announced = False  # the parent knows that it waits no more
         self.started = False  # a delta with ``num_cached_tokens`` has been sent
         self.num_cached_tokens: int | None = None  # of the first admission
+        self.leader: Sequence | None = None  # computes what this one, waiting, will find
+        self.followers: dict[int, tuple[Sequence, int]] = {}  # and the blocks shared with each
         self.num_passes = 0  # how often later ones were admitted while this one had no room
 
     @property

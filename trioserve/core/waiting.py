@@ -26,7 +26,7 @@ def lane_key(lane: Lane, seq: Sequence) -> LaneKey:
 
 
 class WaitingQueue:
-    """A set of sequences with the first of each lane at hand.
+    """A set of sequences with the first of each lane at hand; some may be parked, in no lane.
 
     Removal is lazy: each lane is a heap, and entries of sequences that left (or left and came
     back) are dropped when they reach the top, or all at once when they are the majority. All
@@ -37,7 +37,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._stamps: dict[int, int] = {}
+        self._stamps: dict[int, int] = {}  # of those in the lanes
         self._members: dict[int, Sequence] = {}
         self._last_stamp = 0
         self._heaps: dict[Lane, list[tuple[LaneKey, int, Sequence]]] = {lane: [] for lane in Lane}
@@ -62,11 +62,17 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Take a member out."""
         del self._members[seq.id]
+        self._stamps.pop(seq.id, None)
+        self._shrink()
+
+    def park(self, seq: Sequence) -> None:
+        """Take a member out of the lanes; it still counts, and ``push`` puts it back."""
         del self._stamps[seq.id]
-        for lane, heap in self._heaps.items():
-            if len(heap) > 2 * len(self._members) + 16:
-                heap[:] = [self._entry(lane, s, self._stamps[s.id]) for s in self]
-                heapq.heapify(heap)
+        self._shrink()
+
+    def is_parked(self, seq: Sequence) -> bool:
+        """Whether it is a member in no lane."""
+        return seq.id in self._members and seq.id not in self._stamps
 
     def peek(self, lane: Lane) -> Sequence | None:
         """The first in a lane, or None when nobody waits."""
@@ -77,6 +83,13 @@ class WaitingQueue:
                 return seq
             heapq.heappop(heap)
         return None
+
+    def _shrink(self) -> None:
+        for lane, heap in self._heaps.items():
+            if len(heap) > 2 * len(self._stamps) + 16:
+                stamps = self._stamps.items()
+                heap[:] = [self._entry(lane, self._members[id], stamp) for id, stamp in stamps]
+                heapq.heapify(heap)
 
     @staticmethod
     def _entry(lane: Lane, seq: Sequence, stamp: int) -> tuple[LaneKey, int, Sequence]:
