@@ -14,6 +14,7 @@ from trio.testing import memory_stream_pair
 
 from trioserve.config.schema import Config, HttpConfig
 from trioserve.http.server import DrainReport, serve_http
+from trioserve.tracing.tracer import Tracer
 
 from .client import Client
 from .fake_engine import FakeEngine
@@ -108,7 +109,11 @@ class ServedInMemory:
 
 @asynccontextmanager
 async def serving_in_memory(
-    engine: FakeEngine | None = None, *, drain_s: float = 30.0, **http: Any
+    engine: FakeEngine | None = None,
+    *,
+    drain_s: float = 30.0,
+    tracer: Tracer | None = None,
+    **http: Any,
 ) -> AsyncIterator[ServedInMemory]:
     engine = engine or FakeEngine()
     served = ServedInMemory(engine, MemoryListener(), trio.Event(), trio.Event(), [])
@@ -120,6 +125,7 @@ async def serving_in_memory(
             Config(http=HttpConfig(**http)),
             stopping=served.stopping,
             drain_deadline_s=drain_s,
+            tracer=tracer,
             task_status=task_status,
         )
         served.reports.append(report)
