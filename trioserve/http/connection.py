@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, cast
 
+import attrs
 import h11
 import orjson
 import trio
@@ -36,6 +38,7 @@ from trioserve.ipc.framing import FEW_BYTES, next_read
 
 READ_AHEAD_BYTES = 64 * 1024  # kept of what follows a request that is still being answered
 CLOSE_GRACE_S = 1.0
+HOST = re.compile(rb"([A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(:\d{0,5})?")
 
 
 class _EndOfInput(Exception):
@@ -89,7 +92,35 @@ class _H11(h11.Connection):
     def next_event(self) -> Any:
         if self.their_state is h11.MUST_CLOSE:
             return h11.NEED_DATA
+        if self.their_state is h11.IDLE and self._passes_over_line_ends():
+            return h11.NEED_DATA
         return super().next_event()
+
+    def _passes_over_line_ends(self) -> bool:
+        """Drop line ends before a request, which some clients send after a body; whether all there
+        is may be the first half of one more."""
+        buffer = self._receive_buffer
+        while (start := buffer._data[:2]) == b"\r\n":
+            buffer.maybe_extract_at_most(2)
+        return start == b"\r"
+
+
+@attrs.frozen
+class HeadLimits:
+    """How large the head of a request may be: its line and headers in bytes, headers in number."""
+
+    num_bytes: int = 16 * 1024
+    num_headers: int = 100
+
+    def fault_of(self, request: h11.Request) -> int | None:
+        """The status for a head beyond the limits. One that is not complete has met h11's own."""
+        headers = request.headers
+        if len(headers) > self.num_headers:
+            return 431
+        if len(request.target) > self.num_bytes:
+            return 414
+        num_bytes = len(request.target) + sum(len(name) + len(value) + 4 for name, value in headers)
+        return 431 if num_bytes > self.num_bytes else None
 
 
 class H11Only(H11Protocol):
@@ -98,11 +129,10 @@ class H11Only(H11Protocol):
     A request to upgrade is answered as if it had not asked, which HTTP allows.
     """
 
-    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool) -> None:
+    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool, limits: HeadLimits) -> None:
         super().__init__(*args)
-        self.connection = _H11(
-            h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_size
-        )
+        self.connection = _H11(h11.SERVER, max_incomplete_event_size=limits.num_bytes)
+        self._limits = limits
         self.can_read: _ReadAhead = read_ahead
         self.exchange: Exchange | None = None
         self._http2 = http2
@@ -167,11 +197,11 @@ class H11Only(H11Protocol):
 
     async def _create_stream(self, request: h11.Request) -> None:
         target = _origin_form(request.target)
-        http_1 = request.http_version.startswith(b"1.")
-        if target is None or not http_1 or _has_two_lengths(request):
-            await self._send_error_response(400 if http_1 else 505)
+        if status := self._limits.fault_of(request) or _fault_of(request, target):
+            await self._send_error_response(status)
             await self.send(Closed())
             return
+        assert target is not None
         self.exchange = Exchange()
         self.connection_state["exchange"] = self.exchange
         # h11 has checked the request; _parsed says so and spares a second check.
@@ -190,7 +220,8 @@ class H11Only(H11Protocol):
         await super()._close_stream()
 
     async def _send_error_response(self, status_code: int) -> None:
-        if status_code == 431 and b"\n" not in self.connection.trailing_data[0]:
+        unread = self.connection.their_state is h11.ERROR
+        if status_code == 431 and unread and b"\n" not in self.connection.trailing_data[0]:
             status_code = 414  # not even the first line has come to its end
         body = _ERROR_BODIES.get(status_code, _ERROR_BODIES[400])
         headers = [
@@ -207,9 +238,9 @@ class H11Only(H11Protocol):
 class _Protocol(ProtocolWrapper):
     """hypercorn's choice of protocol, always beginning with our HTTP/1.1."""
 
-    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool) -> None:
+    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool, limits: HeadLimits) -> None:
         super().__init__(*args)
-        h1 = H11Only(*args, read_ahead=read_ahead, http2=http2)
+        h1 = H11Only(*args, read_ahead=read_ahead, http2=http2, limits=limits)
         self.protocol = h1
         self.h1 = h1
 
@@ -238,6 +269,7 @@ class Connection(TCPServer):
         http2: whether HTTP/2 may be spoken, by prior knowledge or upgrade.
         on_idle: told whether no request is being answered, at the start and at each change.
         handshake_timeout_s: for a stream that speaks TLS.
+        limits: of the heads of requests.
     """
 
     def __init__(
@@ -250,6 +282,7 @@ class Connection(TCPServer):
         http2: bool,
         on_idle: Callable[[Connection, bool], None],
         handshake_timeout_s: float = math.inf,
+        limits: HeadLimits,
     ) -> None:
         super().__init__(app, config, context, {}, cast(Any, stream))
         self._on_idle = on_idle
@@ -257,6 +290,7 @@ class Connection(TCPServer):
         self._http2 = http2
         self._read_ahead = _ReadAhead(self._receive)
         self._handshake_timeout_s = handshake_timeout_s
+        self._limits = limits
         self._starting = trio.CancelScope()
         self._reading = trio.CancelScope()
         self._closing = False
@@ -288,6 +322,7 @@ class Connection(TCPServer):
                     self.protocol_send,
                     read_ahead=self._read_ahead,
                     http2=self._http2,
+                    limits=self._limits,
                 )
                 self._set_idle(True)
                 await self._read_data()
@@ -391,10 +426,25 @@ def _origin_form(target: bytes) -> bytes | None:
     return None
 
 
-def _has_two_lengths(request: h11.Request) -> bool:
-    """Whether the body's end is told in two ways, of which a proxy may have taken the other."""
-    names = {name for name, _ in request.headers}
-    return b"content-length" in names and b"transfer-encoding" in names
+def _fault_of(request: h11.Request, target: bytes | None) -> int | None:
+    """The status for a head that h11 lets pass and that others may read in another way."""
+    if not request.http_version.startswith(b"1."):
+        return 505
+    # A method in small letters is another one, which a proxy's rules may not know.
+    if target is None or request.method != request.method.upper():
+        return 400
+    names = set()
+    for name, value in request.headers:
+        names.add(name)
+        if name == b"host" and not HOST.fullmatch(value):
+            return 400
+    # A body's end told in two ways, or in one that HTTP/1.0 does not know: a proxy may go by the
+    # other, and the rest of the body would be a request of its own.
+    if b"transfer-encoding" in names and (
+        b"content-length" in names or request.http_version == b"1.0"
+    ):
+        return 400
+    return None
 
 
 _ERROR_BODIES = {

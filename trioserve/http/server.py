@@ -20,7 +20,7 @@ from trioserve.config.schema import Config, HttpConfig
 from trioserve.engine.api import EngineApi
 from trioserve.http.app import make_app
 from trioserve.http.asgi import App
-from trioserve.http.connection import Connection
+from trioserve.http.connection import Connection, HeadLimits
 from trioserve.http.guard import Guard
 from trioserve.http.stream import ClientStream, StreamLike
 from trioserve.http.tls import Tls
@@ -90,6 +90,7 @@ class _Server:
         self._metrics = self._app.context.metrics
         self._http = http
         self._tls = tls
+        self._limits = HeadLimits(http.max_header_bytes, http.max_headers)
         self._stopping = stopping
         self._wrapped = ASGIWrapper(cast(ASGIFramework, self._app))
         self._hypercorn = _hypercorn_config(http)
@@ -173,6 +174,7 @@ class _Server:
                 http2=self._http.http2,
                 on_idle=self._note_idle,
                 handshake_timeout_s=self._http.tls_handshake_timeout_s,
+                limits=self._limits,
             )
             self._connections.add(connection)
             connections.start_soon(self._serve_connection, connection, client)
@@ -232,6 +234,7 @@ def _hypercorn_config(http: HttpConfig) -> HypercornConfig:
     config.accesslog = None
     config.errorlog = logging.getLogger("trioserve.http.hypercorn")
     config.include_server_header = False
+    config.h2_max_header_list_size = http.max_header_bytes
     config.keep_alive_timeout = http.keep_alive_timeout_s
     config.keep_alive_max_requests = 10**9
     return config
