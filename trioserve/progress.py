@@ -200,9 +200,9 @@ def summary(status: EngineStatus, addresses: list[str]) -> list[str]:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``93.0 MB``: decimal units, as disks and model pages count."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
+    """``88.7 MiB``: powers of 1024, as memory is counted and the configuration counts."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

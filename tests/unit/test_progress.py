@@ -45,8 +45,8 @@ def test_pf_05_a_quick_stage_gets_one_line_and_a_slow_one_says_how_far_it_is(
     slow.state, slow.seconds = "done", 6.0
     view.show(make_status(Phase.LOADING, quick, slow))
     lines = messages(caplog)[1:]
-    assert lines[0] == "weights: 5%, 1.0 MB"
-    assert lines[-1] == "weights: 6.00 s, 11.0 MB"
+    assert lines[0] == "weights: 5%, 976.6 KiB"
+    assert lines[-1] == "weights: 6.00 s, 10.5 MiB"
     assert len(lines) == 4  # at 0.5, 2.5 and 4.5 s, and the end
 
 
@@ -77,7 +77,7 @@ def test_the_live_view_draws_every_stage_and_leaves_nothing_behind() -> None:
         )
     )
     drawn = screen.getvalue()
-    for text in ("inspect", "weights", "unpacking", "5.0 MB", "profile"):
+    for text in ("inspect", "weights", "unpacking", "4.8 MiB", "profile"):
         assert text in drawn
     view.show(make_status(Phase.READY))
     view.close()
@@ -129,7 +129,7 @@ def test_a_stage_is_one_line_however_long_its_detail(width: int) -> None:
         assert stage.name in line
         assert not stage.detail or stage.detail[:2] in line
     assert "12.00 s" in lines[1]
-    assert "93.0 MB" in lines[1]
+    assert "88.7 MiB" in lines[1]
 
 
 def drawn_lines(width: int, *stages: StageStatus) -> list[str]:
@@ -170,14 +170,15 @@ def test_summary_has_what_operators_ask_for() -> None:
     stage = StageStatus("weights", "done", seconds=1.234)
     text = "\n".join(summary(make_status(Phase.READY, stage), ["http://127.0.0.1:8000"]))
     for part in (
-        "134.5 M parameters", "fp16", "271.0 MB", "8192 tokens", "4.0 requests", "2048",
+        "134.5 M parameters", "fp16", "258.4 MiB", "8192 tokens", "4.0 requests", "2048",
         "weights 1.23", "3.25 s", "http://127.0.0.1:8000",
     ):  # fmt: skip
         assert part in text
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (93_100_000, "93.1 MB")]
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (93 << 20, "93.0 MiB"), (3 << 40, "3.0 TiB")],
 )
 def test_format_bytes(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text

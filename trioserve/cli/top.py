@@ -24,8 +24,9 @@ def top(url: str | None, uds: str | None, interval: float, once: bool) -> NoRetu
     """Watch a running server: stages while it loads, then requests, cache, rates, latencies.
 
     URL is http://127.0.0.1:8000 if not given. Drawn in place on a terminal; elsewhere a line each
-    time. Rates are means over 5 s, quantiles those of the last minute; with --once, which has no
-    past to compare with, there are no rates and quantiles are since the start.
+    time. Rates are means over 5 s, quantiles those of the last minute, and both of less until that
+    long was looked; what holds is said beside them. With --once, which has no past to compare with,
+    there are no rates and quantiles are since the start.
 
     Ctrl-C ends it with exit code 0, or 130 with --once; 1: --once had no answer; 2: the command
     line; 143: SIGTERM.

@@ -17,7 +17,7 @@ from trioserve.top.client import Unreachable
 RATES_S = 5.0  # rates are means over this long
 LATENCIES_S = 60.0  # quantiles are of the answers of this long
 QUANTILES = (0.5, 0.9, 0.99)
-GENERATION = ("/v1/chat/completions", "/v1/completions")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 Buckets = list[tuple[float, float]]  # upper bound in s, count up to it
 
 
@@ -144,7 +144,9 @@ class Latency:
 class Reading:
     """What is shown; no text has control characters.
 
-    Rates and shares are None where there is nothing to tell them from.
+    Rates and shares are None where there is nothing to tell them from. ``rates_s`` is how long the
+    rates are means over, None where there are none yet; ``latencies_s`` how long quantiles and the
+    share of hits are of, None where they are of all the server's life.
     """
 
     phase: str
@@ -166,6 +168,8 @@ class Reading:
     hit_share: float | None  # of the prompt tokens looked up
     preemptions: int
     latencies: list[Latency]
+    rates_s: float | None
+    latencies_s: float | None
     connections: int
     blocked: int
     lag_s: float | None  # 99th percentile
@@ -179,6 +183,8 @@ def make_reading(history: History) -> Reading:
     recent, older = history.before(RATES_S), history.before(LATENCIES_S)
     queries = gained("prefix_cache_queries_total", series, older)
     hits = gained("prefix_cache_hits_total", series, older)
+    rates_s = last.at_s - recent.at_s if recent else None
+    latencies_s = last.at_s - older.at_s if older else None
     return Reading(
         phase=escape(startup.phase),
         model=escape(startup.model),
@@ -214,6 +220,8 @@ def make_reading(history: History) -> Reading:
                 ("whole answer", "request_seconds"),
             )
         ],
+        rates_s=rates_s or None,
+        latencies_s=latencies_s,
         connections=int(series.total("http_connections")),
         blocked=int(series.total("event_loop_blocked_total")),
         lag_s=quantiles("event_loop_lag_seconds", series, older, (0.99,))[0],

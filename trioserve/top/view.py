@@ -143,6 +143,7 @@ def rows(reading: Reading) -> list[tuple[str, str]]:
     ]
     shown += [(latency.name, quantile_text(latency)) for latency in r.latencies]
     lag = "" if r.lag_s is None else f", p99 of a loop's pass {seconds(r.lag_s)}"
+    shown.append(("measured", measured(r)))
     shown.append(("server", f"{r.connections} connections, blocked {r.blocked} times{lag}"))
     return shown
 
@@ -164,8 +165,16 @@ def line(reading: Reading) -> str:
         f"{number(r.requests_per_s)} requests/s, prompt {number(r.prompt_per_s)} tokens/s, "
         f"output {number(r.output_per_s)} tokens/s, KV cache {r.kv_share:.1%}, prefix hits {hits}, "
         f"{first.name} {seconds(first.quantiles[0])}, {following.name} "
-        f"{seconds(following.quantiles[0])}"
+        f"{seconds(following.quantiles[0])}; {measured(r)}"
     )
+
+
+def measured(reading: Reading) -> str:
+    """``rates over 5.0 s, the rest over 1:00``: both are shorter when the look has just begun."""
+    rates_s, latencies_s = reading.rates_s, reading.latencies_s
+    rates = "no rates yet" if rates_s is None else f"rates over {duration(rates_s)}"
+    rest = "since the start" if latencies_s is None else f"over {duration(latencies_s)}"
+    return f"{rates}, quantiles and hits {rest}"
 
 
 def lost(address: str, why: str) -> str:

@@ -132,6 +132,20 @@ def test_quantiles_and_hits_are_those_of_the_last_minute() -> None:
     assert len(history._snapshots) == 61
 
 
+def test_what_figures_are_of_is_said() -> None:
+    server = Server()
+    first = reading_of(server.look(0.0))
+    assert (first.rates_s, first.latencies_s) == (None, None)
+    assert "no rates yet, quantiles and hits since the start" in snapshot(first)
+    looks = [server.look(float(second)) for second in range(3)]
+    soon = reading_of(*looks)
+    assert (soon.rates_s, soon.latencies_s) == (2.0, 2.0)
+    assert line(soon).endswith("; rates over 2.0 s, quantiles and hits over 2.0 s")
+    later = reading_of(*(server.look(float(second)) for second in range(100)))
+    assert (later.rates_s, later.latencies_s) == (5.0, 60.0)
+    assert "rates over 5.0 s, quantiles and hits over 1:00" in text_of(draw(later))
+
+
 def test_a_server_started_anew_has_no_past() -> None:
     server, again = Server(), Server()
     server.output.inc(1000)
@@ -203,7 +217,7 @@ def text_of(renderable: Any, width: int = 100) -> str:
 def test_while_loading_the_stages_are_shown() -> None:
     reading = reading_of(Server().look(3.0, phase="loading", info=None))
     assert line(reading) == "tiny: loading, up 3.0 s; stage weights 40%"
-    assert "  weights      running 40% 93.0 MB fp16" in snapshot(reading).splitlines()
+    assert "  weights      running 40% 88.7 MiB fp16" in snapshot(reading).splitlines()
     assert "requests" not in snapshot(reading)
     drawn = text_of(draw(reading))
     assert "▸ weights" in drawn
