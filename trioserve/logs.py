@@ -6,6 +6,7 @@ The library side only gets loggers and never configures them; this module is use
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -40,7 +41,14 @@ class JsonFormatter(logging.Formatter):
         entry |= {key: value for key, value in vars(record).items() if key not in _RESERVED}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return orjson.dumps(entry, default=str).decode()
+        try:
+            line = orjson.dumps(entry, default=str).decode()
+        except TypeError:  # halves of surrogate pairs, as in the name of a file
+            line = json.dumps(entry, default=str)
+        if line.isprintable():
+            return line
+        # JSON lets some characters stand that a terminal or a reader of lines acts on.
+        return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
 class TextFormatter(logging.Formatter):
@@ -134,5 +142,7 @@ def set_up_logging(config: LogConfig, console: Console | None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(config.level.upper())
+    if config.requests:  # asked for by name, whatever the level
+        logging.getLogger("trioserve.requests").setLevel(logging.INFO)
     for noisy in ("hypercorn", "httpx", "huggingface_hub", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -348,11 +348,11 @@ class LogConfig:
         unit="s",
     )
     requests: bool = setting(False, "A line for each request that was answered.")
-    inputs: bool = setting(False, "That line has the prompt; needs `requests`.")
-    outputs: bool = setting(False, "That line has the answer; needs `requests`.")
+    inputs: bool = setting(False, "That line has the request's body; needs `requests`.")
+    outputs: bool = setting(False, "That line has the answers; needs `requests`.")
     max_content_chars: int = setting(
         2000,
-        "Characters of each prompt and of each answer that are logged.",
+        "Characters of a body and of each answer that are logged.",
         check=ge(0),
         unit="characters",
     )

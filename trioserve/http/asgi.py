@@ -28,6 +28,7 @@ from trioserve.http.background import BackgroundTasks
 from trioserve.http.errors import error_response
 from trioserve.http.exchange import Exchange
 from trioserve.http.guard import PASSED, Guard
+from trioserve.http.request_log import RequestRecord
 from trioserve.http.sse import StreamResponse
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class RequestState:
     accepted: bool | None = None  # whether anything was submitted; None: it asks for no text
     error: Exception | None = None  # that became its answer
     trace: RequestTrace | None = None
+    record: RequestRecord | None = None  # for the log, if requests are logged
 
 
 class NoWebsocket:
@@ -118,6 +120,8 @@ class RequestConnection(TrioASGIHTTPConnection):
                 state.trace = tracer.begin(
                     state.id, self.scope["method"], self.scope["path"], self.scope["headers"]
                 )
+            if self.app.context.config.log.requests:
+                state.record = RequestRecord(self.app.context.config.log)
             lifetime.callback(self._account, state, started)
             request = self._create_request_from_scope(send)
             async with trio.open_nursery() as nursery:
@@ -208,6 +212,15 @@ class RequestConnection(TrioASGIHTTPConnection):
             model = context.engine.served_names[0]
             state.trace.end(state.route, state.status, model, state.error)
             context.tracer.add(state.trace)
+        if state.record is not None:
+            state.record.write(
+                id=state.id,
+                method=self.scope["method"],
+                route=state.route,
+                status=state.status,
+                seconds=trio.current_time() - started,
+                client=self.scope.get("client"),
+            )
         log.debug(
             "%s %s: %s in %.1f ms, request %s",
             self.scope["method"],

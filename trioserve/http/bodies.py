@@ -10,6 +10,7 @@ from quart import request
 
 from trioserve.http.errors import JSON, WrongMediaType
 from trioserve.http.fields import takes_long
+from trioserve.http.routes import request_state
 
 MAX_LOGGED = 200  # characters of client-chosen names in a log line or header
 
@@ -28,6 +29,8 @@ async def read_body(parse: Callable[[bytes], B], threads: trio.CapacityLimiter) 
     _check_media_type()
     raw = await request.get_data(False)
     assert isinstance(raw, bytes)
+    if (record := request_state().record) is not None:
+        record.take_body(raw)
     if not takes_long(raw):
         return parse(raw)
     return await trio.to_thread.run_sync(parse, raw, abandon_on_cancel=True, limiter=threads)

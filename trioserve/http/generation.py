@@ -217,6 +217,8 @@ class GenerationCall:
             room = self._room(prompt, order)
             for sampling in order.samplings:
                 stream = self._submit_one(prompt, self._fitting(sampling, room, order), order)
+                if self._state.record is not None:
+                    stream = self._state.record.follow(stream, prompt)
                 self._state.lifetime.callback(stream.close)
                 self.streams.append(stream)
         self._watch = Watch(
