@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import trio
 
 from trioserve.engine.api import Phase
 from trioserve.http.app import make_app
+from trioserve.http.errors import HTTP_ERRORS
 
 from .client import Answer, Client, serving
 from .fake_engine import FakeEngine
@@ -152,3 +154,16 @@ async def test_status_lines_have_reasons(request_line: str, line: str) -> None:
         head = f"{request_line} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         status, _ = await raw_answer(await served.connect(), head.encode())
         assert status.decode() == f"HTTP/1.1 {line}"
+
+
+def test_every_code_is_in_the_table() -> None:
+    section = Path("docs/http.md").read_text().split("## Errors\n")[1].split("\n## ")[0]
+    cells = "".join(line.split(" | ")[2] for line in section.splitlines() if line.startswith("| "))
+    told = set(re.findall(r"`([a-z_]+)`", cells)) - {"code"}
+    used = {code for code, _ in HTTP_ERRORS.values()}
+    for path in Path("trioserve").rglob("*.py"):
+        given = r'\b(?:code=|code = |default_code: ClassVar\[str\] = |default_code = )"([a-z_]+)"'
+        used |= set(re.findall(given, path.read_text()))
+    used.discard("invalid")  # between worker and parent
+    used.discard("server_error")  # inside a response
+    assert told == used

@@ -239,4 +239,4 @@ ERRORS = {
     504: "Not begun, or not done, in its time.",
 }
 BODY_ERRORS = (400, 408, 413, 415)
-GENERATION_ERRORS = (400, 404, 408, 413, 415, 429, 500, 503, 504)
+GENERATION_ERRORS = (400, 404, 408, 409, 413, 415, 429, 500, 503, 504)
