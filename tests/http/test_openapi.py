@@ -190,8 +190,9 @@ async def test_api_15_fields_of_bodies_are_those_that_are_read(path: str) -> Non
 # ------------------------------------------------------------------------------- answers
 
 
-async def test_whole_answers() -> None:
-    async with serving() as served:
+@pytest.mark.parametrize("strict", [False, True])
+async def test_whole_answers(strict: bool) -> None:
+    async with serving(strict_fields=strict) as served:
         document = await document_of(served)
         for path, fields in (
             ("/v1/completions", COMPLETION),
@@ -213,7 +214,23 @@ async def test_whole_answers() -> None:
         ):
             answer = await served.call("POST", path, fields)
             assert answer.status == 200, answer.body
+            assert "x-trioserve-ignored-fields" not in answer.headers
             check_answer(document, "POST", path, answer)
+
+
+async def test_api_15_unknown_fields_are_refused_where_the_document_says_so() -> None:
+    async with serving(strict_fields=True) as served:
+        document = await document_of(served)
+        for path in BODIES:
+            media = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+            name = media["schema"]["$ref"].rpartition("/")[2]
+            schema = document["components"]["schemas"][name]
+            forms = schema.get("anyOf", [schema])
+            assert all(form["additionalProperties"] is False for form in forms)
+            body = BODIES[path][1][0] | {"colour": "red"}
+            answer = await served.call("POST", path, body)
+            assert answer.status == 400
+            assert "colour" in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,20 @@ SECURITY_SCHEMES = {
         "description": f"{_KEY}, as `x-api-key: KEY`.",
     },
 }
+STRICT = (
+    "CompletionRequest",
+    "ChatRequest",
+    "StreamOptions",
+    "ResponsesRequest",
+    "ResponsesStreamOptions",
+    "Reasoning",
+    "TextFormat",
+    "MessagesRequest",
+    "CountRequest",
+    "TokenizeRequest",
+    "DetokenizeRequest",
+)
+"""Objects whose unknown fields are noticed."""
 _REFERENCE = "#/components/schemas/"
 
 
@@ -62,6 +76,7 @@ def build(
     routes: Iterable[tuple[str, Iterable[str]]],
     *,
     rules: Rules | None = None,
+    strict: bool = False,
     open_paths: Container[str] | None = None,
 ) -> dict[str, Any]:
     """The document of a server.
@@ -70,6 +85,7 @@ def build(
         routes: templates and methods of what is registered; what is not described here, and what
             is described but not registered, is left out.
         rules: the operator's limits.
+        strict: unknown fields of bodies are refused.
         open_paths: what is answered without an API key; None where no key is asked for.
     """
     paths: dict[str, dict[str, Any]] = {}
@@ -80,6 +96,10 @@ def build(
             if method in wanted:
                 guarded = open_paths is not None and rule not in open_paths
                 paths.setdefault(path, {})[method] = _guarded(method, operation, guarded)
+    schemas = _referenced(paths, rules or Rules())
+    if strict:
+        for name in filter(schemas.__contains__, STRICT):
+            schemas[name] = _closed(schemas[name])
     used = {op["tags"][0] for operations in paths.values() for op in operations.values()}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -92,11 +112,18 @@ def build(
         "servers": [{"url": "/"}],
         "tags": [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used],
         "paths": paths,
-        "components": {"schemas": _referenced(paths, rules or Rules())},
+        "components": {"schemas": schemas},
     }
     if open_paths is not None:
         document["components"]["securitySchemes"] = SECURITY_SCHEMES
     return document
+
+
+def _closed(schema: Schema) -> Schema:
+    """The schema of an object, or of one of several, without further fields."""
+    if "anyOf" in schema:
+        return schema | {"anyOf": [_closed(choice) for choice in schema["anyOf"]]}
+    return schema | {"additionalProperties": False}
 
 
 def _guarded(method: str, operation: dict[str, Any], needs_key: bool) -> dict[str, Any]:

@@ -118,6 +118,17 @@ def schemas(rules: Rules) -> dict[str, Schema]:
     return {
         "ResponsesRequest": body({"input": _INPUT}, _fields(rules)),
         "ResponsesStreamOptions": body({}, {"include_obfuscation": only(False)}, "Needs `stream`."),
+        "Reasoning": body(
+            {},
+            {
+                "effort": enum(REASONING_EFFORTS, "For the chat template."),
+                **{
+                    name: only("auto", "standard")
+                    for name in ("summary", "generate_summary", "context", "mode")
+                },
+            },
+        ),
+        "TextFormat": body({}, {"format": of_type("text"), "verbosity": only("medium")}),
         **ANSWERS,
     }
 
@@ -143,23 +154,8 @@ def _fields(rules: Rules) -> dict[str, Schema]:
         "store": boolean("Keep the response, as far as there is room."),
         "include": one_of(enum(INCLUDABLE), array(enum(INCLUDABLE), maxItems=len(INCLUDABLE))),
         "top_logprobs": integer("That many best tokens at each place.", 0, rules.max_logprobs),
-        "reasoning": body(
-            {},
-            {
-                "effort": enum(REASONING_EFFORTS, "For the chat template."),
-                **{
-                    name: only("auto", "standard")
-                    for name in ("summary", "generate_summary", "context", "mode")
-                },
-            },
-        ),
-        "text": body(
-            {},
-            {
-                "format": of_type("text"),
-                "verbosity": only("medium"),
-            },
-        ),
+        "reasoning": ref("Reasoning"),
+        "text": ref("TextFormat"),
         "tool_choice": enum(["auto", "none"]),
         "parallel_tool_calls": boolean("Shown in the answer; there are no tools."),
         "metadata": _METADATA,

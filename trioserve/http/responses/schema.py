@@ -170,7 +170,8 @@ def _read_metadata(fields: Fields) -> dict[str, str]:
         num = len(inner.body)
         fields.fault("metadata", f"must have at most {MAX_METADATA} entries, not {num}")
         return {}
-    for key, value in inner.body.items():
+    for key in inner.unread():
+        value = inner.value(key)
         if len(key) > MAX_METADATA_KEY:
             fields.fault("metadata", f"{shown(key)} is a key of over {MAX_METADATA_KEY} characters")
         elif not isinstance(value, str):

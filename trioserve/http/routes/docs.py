@@ -52,6 +52,7 @@ class DocRoutes:
         return build(
             ((rule.rule, rule.methods or ()) for rule in self._app.url_map.iter_rules()),
             rules=Rules.of(context.config.http, GenerationDefaults()),
+            strict=context.config.http.strict_fields,
             open_paths=context.guard.open_paths,
         )
 
