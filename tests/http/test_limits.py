@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from .bodies import BOTH, CHAT
+from trioserve.engine.api import GenerationDefaults
+
+from .bodies import BOTH, CHAT, USER
 from .client import serving
 from .fake_engine import FakeEngine
 
@@ -85,3 +88,49 @@ async def test_api_08_max_tokens_is_clamped_to_the_context() -> None:
         ]:
             assert (await served.call("POST", "/v1/chat/completions", CHAT | asked)).status == 200
             assert engine.streams[-1].sampling.max_tokens == want
+
+
+async def test_api_08_max_tokens_beyond_the_context_is_refused_by_setting() -> None:
+    async with serving(FakeEngine(max_model_len=2048), max_tokens_policy="refuse") as served:
+        for path, body, name in (
+            ("/v1/completions", {"prompt": "x" * 8}, "max_tokens"),
+            ("/v1/chat/completions", {"messages": [{**USER[0], "content": "x" * 8}]}, "max_tokens"),
+            (
+                "/v1/chat/completions",
+                {"messages": [{**USER[0], "content": "x" * 8}]},
+                "max_completion_tokens",
+            ),
+        ):
+            for stream in (False, True):
+                answer = await served.call("POST", path, body | {name: 2045, "stream": stream})
+                assert answer.status == 400
+                error = answer.json["error"]
+                assert error["type"] == "invalid_request_error"
+                assert error["code"] == "context_length_exceeded"
+                assert error["param"] == name
+                assert re.findall(r"\d+", error["message"]) == ["8", "2045", "2053", "2048", "2040"]
+            assert (await served.call("POST", path, body | {name: 2040})).status == 200
+        assert all(stream.sampling.max_tokens == 2040 for stream in served.engine.streams)
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize("policy", ["clamp", "refuse"])
+async def test_api_08_no_limit_asked_for_is_what_is_left(
+    path: str, body: dict[str, Any], policy: str
+) -> None:
+    """A default of the route or the model never is an error of the request."""
+    engine = FakeEngine(max_model_len=8)
+    engine.defaults = GenerationDefaults(max_tokens=500)
+    async with serving(engine, max_tokens_policy=policy) as served:
+        answer = await served.call("POST", path, body)
+        assert answer.status == 200, answer.body
+        assert engine.streams[-1].sampling.max_tokens == 6
+
+
+async def test_api_08_errors_of_a_chat_name_its_own_field() -> None:
+    async with serving(FakeEngine(max_model_len=8)) as served:
+        for content in ("x" * 8, "x" * 9000, ""):
+            body = {"messages": [{"role": "user", "content": content}]}
+            answer = await served.call("POST", "/v1/chat/completions", body)
+            assert answer.status == 400
+            assert answer.json["error"]["param"] == "messages"

@@ -64,7 +64,8 @@ class Order:
         prompts: token ids of each prompt.
         samplings: one for each answer to a prompt; all prompts get the same.
         prompt_field: the field to name if a prompt is too long, or there are too many.
-        max_tokens_field: the field to name if more tokens are asked for than there is room.
+        max_tokens_field: the field to name if more tokens are asked for than there is room; empty
+            where they were not asked for, so that they are lowered whatever the setting.
     """
 
     prompts: list[list[int]]
@@ -272,7 +273,7 @@ class GenerationCall:
         asked = sampling.max_tokens
         if asked is None or asked <= room:
             return sampling
-        if self._context.config.http.max_tokens_policy == "refuse":
+        if order.max_tokens_field and self._context.config.http.max_tokens_policy == "refuse":
             context_length = self.engine.max_model_len
             num_tokens = context_length - room
             raise ContextLengthExceeded(

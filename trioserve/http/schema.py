@@ -65,6 +65,7 @@ MAX_TEMPLATE_CHARS = 128 * 1024
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 1e9
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+LIMITS = ("max_completion_tokens", "max_tokens")
 SIDES = ("left", "right")
 
 
@@ -96,7 +97,8 @@ class GenerationRequest:
     """What both routes have in common.
 
     Attributes:
-        prompt_field, max_tokens_field: the fields that hold them, for messages.
+        prompt_field: the field that holds the prompt, for messages.
+        max_tokens_field: likewise; empty where ``max_tokens`` is a default.
         model: as asked, empty for the served one.
         request_id: empty where it was not given.
         sampling: for the first choice, see ``samplings``. ``max_tokens`` is None where neither the
@@ -125,12 +127,8 @@ class GenerationRequest:
     cache_salt: str
     timeout_s: float
     queue_timeout_s: float
+    max_tokens_field: str
     ignored: tuple[str, ...]
-
-    @property
-    def max_tokens_field(self) -> str:
-        """The field to name if more tokens are asked for than there is room."""
-        return "max_tokens"
 
     def samplings(self) -> list[SamplingParams]:
         """One for each answer to a prompt. Answer i is seeded with ``seed`` + i; the prompt's log
@@ -191,12 +189,6 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool
     chat_template: str | None
     template_kwargs: dict[str, Any]
-    has_completion_limit: bool
-
-    @property
-    def max_tokens_field(self) -> str:
-        """The field to name if more tokens are asked for than there is room."""
-        return "max_completion_tokens" if self.has_completion_limit else "max_tokens"
 
 
 def parse_completion(raw: bytes, rules: Rules | None = None) -> CompletionRequest:
@@ -261,7 +253,6 @@ def parse_chat(raw: bytes, rules: Rules | None = None) -> ChatRequest:
         "add_special_tokens": fields.boolean("add_special_tokens"),
         "chat_template": read_chat_template(fields, rules),
         "template_kwargs": read_chat_kwargs(fields),
-        "has_completion_limit": fields.value("max_completion_tokens") is not None,
     }
     read_refused(fields, CHAT_NEUTRAL)
     fields.raise_faults()
@@ -310,6 +301,7 @@ def _read_common(
         **_read_truncation(fields),
         "priority": fields.integer("priority", 0, low=-MAX_INT - 1, high=MAX_INT),
         "cache_salt": fields.string("cache_salt", max_chars=128),
+        "max_tokens_field": _limit_field(fields),
         "timeout_s": _timeout(fields, "timeout_s"),
         "queue_timeout_s": _timeout(fields, "queue_timeout_s"),
     }
@@ -334,6 +326,12 @@ def _read_shape(
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
         timings=fields.boolean("include_timings", rules.timings),
     )
+
+
+def _limit_field(fields: Fields) -> str:
+    """The field by which this route was asked for so many tokens."""
+    unread = fields.unread()
+    return next((name for name in LIMITS if fields.body.get(name) and name not in unread), "")
 
 
 def _timeout(fields: Fields, name: str) -> float:
