@@ -37,11 +37,12 @@ from trioserve.rates import log_rates
 from trioserve.tracing.tracer import TraceMetrics, open_tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, MutableMapping
 
     from rich.console import Console
 
     from trioserve.config import LoadedConfig
+    from trioserve.config.schema import Config
     from trioserve.engine.engine import Engine
     from trioserve.http.server import DrainReport
 
@@ -143,9 +144,11 @@ async def serve_on(
     if settings := loaded.describe_non_defaults():
         logger.info("settings: %s", settings)
     logger.info("listening on %s", ", ".join(addresses))
+    forget_keys(os.environ)
     async with trio.open_nursery() as root:
         await root.start(watch_signals, stopping, root.cancel_scope)
-        async with open_engine(config, wait_ready=False, failure_grace_s=FLUSH_S) as engine:
+        engine_config = without_keys(config)
+        async with open_engine(engine_config, wait_ready=False, failure_grace_s=FLUSH_S) as engine:
             root.start_soon(report_progress, engine, addresses, console)
             root.start_soon(stop_with_engine, engine, stopping)
             root.start_soon(drain_engine, engine, stopping)
@@ -173,6 +176,20 @@ async def serve_on(
                 f"{report.num_cut} requests were cut at the drain deadline "
                 f"(engine.drain_timeout_s = {config.engine.drain_timeout_s:g})"
             )
+
+
+def forget_keys(env: MutableMapping[str, str]) -> None:
+    """Take secrets out of an environment, so that no child gets what it has no use for."""
+    from trioserve.config.keys import all_keys
+
+    for key in all_keys():
+        if key.secret:
+            env.pop(key.env_name, None)
+
+
+def without_keys(config: Config) -> Config:
+    """The configuration as a worker needs it."""
+    return attrs.evolve(config, http=attrs.evolve(config.http, api_keys=()))
 
 
 def import_serve_http() -> Callable[..., Awaitable[DrainReport]]:

@@ -19,8 +19,16 @@ import click
     metavar="SECONDS",
     help="How often to look.",
 )
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar="TRIOSERVE_API_KEY",
+    help="A key of the server's; better in TRIOSERVE_API_KEY, for others can see command lines.",
+)
 @click.option("--once", is_flag=True, help="Print one snapshot as plain text and end.")
-def top(url: str | None, uds: str | None, interval: float, once: bool) -> NoReturn:
+def top(
+    url: str | None, uds: str | None, interval: float, api_key: str | None, once: bool
+) -> NoReturn:
     """Watch a running server: stages while it loads, then requests, cache, rates, latencies.
 
     URL is http://127.0.0.1:8000 if not given. Drawn in place on a terminal; elsewhere a line each
@@ -31,16 +39,19 @@ def top(url: str | None, uds: str | None, interval: float, once: bool) -> NoRetu
     Ctrl-C ends it with exit code 0, or 130 with --once; 1: --once had no answer; 2: the command
     line; 143: SIGTERM.
     """
+    from trioserve.config.access import KEY
     from trioserve.top.client import Address, parse_url
     from trioserve.top.loop import run_top
 
     if url is not None and uds is not None:
         raise click.UsageError("give a URL or --uds, not both")
+    if api_key is not None and not KEY.fullmatch(api_key):
+        raise click.UsageError("the API key must be printable ASCII without spaces")
     if uds is not None:
-        address = Address(uds=uds)
+        address = Address(uds=uds, api_key=api_key)
     else:
         try:
-            address = parse_url(url or "http://127.0.0.1:8000")
+            address = parse_url(url or "http://127.0.0.1:8000", api_key)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
     sys.exit(run_top(address, interval_s=interval, once=once))

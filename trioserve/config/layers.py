@@ -28,8 +28,8 @@ from trioserve.errors import ConfigError
 Layer = Literal["default", "file", "env", "flag"]
 LAYERS: tuple[Layer, ...] = ("default", "file", "env", "flag")
 MAX_FILE_BYTES = 1024 * 1024
-# Variables that belong to scripts/, not to a section.
-FOREIGN_VARIABLES = frozenset({"TRIOSERVE_PYTHON", "TRIOSERVE_VENV"})
+# Variables that belong to scripts/ or to `trioserve top`, not to a section.
+FOREIGN_VARIABLES = frozenset({"TRIOSERVE_API_KEY", "TRIOSERVE_PYTHON", "TRIOSERVE_VENV"})
 # What Kubernetes puts into every container of a name space with a service named "trioserve".
 SERVICE_LINK = re.compile(
     r"TRIOSERVE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)\w*)"

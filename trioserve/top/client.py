@@ -16,6 +16,7 @@ from trioserve.logs import escape
 TIMEOUT_S = 5.0
 MAX_BODY_BYTES = 4 * 1024 * 1024
 RECEIVE_BYTES = 64 * 1024
+KEY_VARIABLE = "TRIOSERVE_API_KEY"
 
 
 class Unreachable(Exception):
@@ -31,6 +32,7 @@ class Address:
     uds: str | None = None
     tls: bool = False
     prefix: str = ""
+    api_key: str | None = attrs.field(default=None, repr=False)
 
     @property
     def authority(self) -> str:
@@ -44,7 +46,7 @@ class Address:
         return f"http{'s' * self.tls}://{self.authority}{self.prefix}"
 
 
-def parse_url(url: str) -> Address:
+def parse_url(url: str, api_key: str | None = None) -> Address:
     """The address of ``http[s]://host[:port][/prefix]``; without a scheme it is http.
 
     Raises:
@@ -63,7 +65,8 @@ def parse_url(url: str) -> Address:
     if parts.query or parts.fragment or parts.username is not None:
         raise ValueError(f"{expected} and nothing more")
     tls = parts.scheme == "https"
-    return Address(host, port or (443 if tls else 80), None, tls, parts.path.rstrip("/"))
+    port = port or (443 if tls else 80)
+    return Address(host, port, None, tls, parts.path.rstrip("/"), api_key)
 
 
 async def fetch(address: Address, path: str) -> bytes:
@@ -113,6 +116,8 @@ async def get(stream: trio.abc.Stream, address: Address, path: str) -> bytes:
     """One request and its answer on a connection that is used for nothing else."""
     http = h11.Connection(h11.CLIENT)
     headers = [("Host", address.authority), ("Connection", "close"), ("User-Agent", "trioserve")]
+    if address.api_key is not None:
+        headers.append(("x-api-key", address.api_key))
     request = h11.Request(method="GET", target=address.prefix + path, headers=headers)
     await stream.send_all((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
     body = bytearray()
@@ -120,6 +125,9 @@ async def get(stream: trio.abc.Stream, address: Address, path: str) -> bytes:
         event = http.next_event()
         if event is h11.NEED_DATA:
             http.receive_data(bytes(await stream.receive_some(RECEIVE_BYTES)))
+        elif isinstance(event, h11.Response) and event.status_code == 401:
+            wants = "wants an" if address.api_key is None else "does not know the"
+            raise Unreachable(f"the server {wants} API key; give one of its own in {KEY_VARIABLE}")
         elif isinstance(event, h11.Response) and event.status_code != 200:
             raise Unreachable(f"{path} answers with {event.status_code}: is it a trioserve server?")
         elif isinstance(event, h11.Data):
