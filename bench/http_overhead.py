@@ -1,174 +1,300 @@
-"""What does HTTP cost: processor time of the server per streamed chunk and per small request?
+"""What does the front end cost: processor time per streamed token and per small request, and what
+do probes notice?
 
-A server around an engine that answers at once, in this process; the client is another process, so
-that this one's processor time is the server's alone. One JSON object on stdout.
+Starts a server whose worker only makes tokens up, so that the parent is what is measured: HTTP,
+registry, detokenizing, events. The server has one processor to itself, the worker and the clients
+share the others. Cases: 64 streams with a token every 20 ms each (`steady`), 64 streams as fast as
+they can be had (`behind`), each with readiness probes beside it; small requests one after another
+on one connection (`small`); a stream and probes while four bodies of 27 MB are refused (`refused`).
+Exit status 1 where a target is missed.
 
-    python bench/http_overhead.py [--chunks 2000] [--requests 300] [--streams 8]
+    python bench/http_overhead.py [--seconds 8] [--streams 64] [--repeat 3] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import logging
+import math
 import os
-import platform
+import subprocess
 import sys
-import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import trio
+from attrs import define, field
+from lib.client import Target, get_json
+from lib.misuse import CHAT, COMPLETIONS, Client, post
+from lib.output import add_output_options, conditions, read_baseline, table, write_result
+from lib.proc import cpu_s_of, name_of, tree_of
+from lib.server import free_port, server
+from lib.stats import median_of, percentile
 
-from trioserve.config.schema import Config, HttpConfig
-from trioserve.engine.api import (
-    EngineStatus,
-    GenerationDefaults,
-    Phase,
-    TextDelta,
-    Timings,
-    Usage,
+FLOOD = Path(__file__).parent / "lib" / "flood.py"
+PROBE_EVERY_S = 0.02
+SETTLE_S = 1.0
+LARGE_BYTES = 27 * 2**20
+NUM_LARGE = 4
+STREAM_STEP_S = 0.02
+SETTINGS = [
+    *("--set", "model.source=random:llama?num_layers=1&hidden_size=32&max_position=32768"),
+    *("--set", "device.kind=simulated"),
+    *("--set", "cache.memory=1GiB"),
+    *("--set", "log.stats_interval_s=0"),
+]
+# case and figure, the bound, whether it is the least
+TARGETS = (
+    ("steady", "us_per_token", 90.0, False),
+    ("behind", "tokens_per_core_s", 30_000.0, True),
+    ("steady", "probe_p99_ms", 50.0, False),
+    ("behind", "probe_p99_ms", 50.0, False),
+    ("small", "us_per_request", 1000.0, False),
+    ("refused", "probe_worst_ms", 200.0, False),
+    ("refused", "gap_worst_ms", 300.0, False),
 )
-from trioserve.http.listeners import bind
-from trioserve.http.server import serve_http
-from trioserve.sampling_params import SamplingParams
-
-CLIENT = """
-import socket, sys
-port, path, num, body = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4].encode()
-request = (f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nContent-Type: application/json\\r\\n"
-           f"Content-Length: {len(body)}\\r\\n\\r\\n").encode() + body
-sock = socket.create_connection(("127.0.0.1", port))
-for _ in range(num):
-    sock.sendall(request)
-    seen = b""
-    while True:
-        data = sock.recv(1 << 16)
-        if not data:
-            sys.exit("connection closed")
-        seen = seen[-2000:] + data
-        if b"0\\r\\n\\r\\n" in seen or (b"content-length" in seen and seen.endswith(b"}")):
-            break
-"""
 
 
-class InstantStream:
-    """Answers with ``max_tokens`` deltas of one token, a scheduling point between each."""
+@define
+class Running:
+    """A server that is ready."""
 
-    def __init__(self, id: int, prompt_token_ids: list[int], num_tokens: int) -> None:
-        self.id = id
-        self.prompt_token_ids = prompt_token_ids
-        self._left = self._num_tokens = num_tokens
+    target: Target
+    pid: int
+    probes_s: list[float] = field(factory=list)
 
-    async def __aenter__(self) -> InstantStream:
-        return self
+    async def figure(self, name: str) -> float:
+        """The value of a series without labels."""
+        client = Client(self.target)
+        _, body = await client.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.close()
+        values = dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if line)
+        return float(values[f"trioserve_{name}"])
 
-    async def __aexit__(self, *args: object) -> None:
-        self.close()
+    async def probe(self) -> None:
+        """Ask for readiness, each time on a new connection. Until cancelled."""
+        while True:
+            client = Client(self.target)
+            began = trio.current_time()
+            status, _ = await client.ask(b"GET /health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            self.probes_s.append(trio.current_time() - began)
+            client.close()
+            if status != 200:
+                raise SystemExit(f"http_overhead: readiness answered {status}")
+            await trio.sleep(PROBE_EVERY_S)
 
-    def __aiter__(self) -> InstantStream:
-        return self
-
-    async def __anext__(self) -> TextDelta:
-        if not self._left:
-            raise StopAsyncIteration
-        await trio.lowlevel.checkpoint()
-        self._left -= 1
-        return TextDelta(" token", [7], finish_reason=None if self._left else "length")
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def timings(self) -> Timings:
-        return Timings(0.0, None, None, None)
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(len(self.prompt_token_ids), self._num_tokens, 0)
-
-
-class InstantEngine:
-    """The smallest EngineApi."""
-
-    served_names = ("bench",)
-    max_model_len = 1_000_000
-    generation_defaults = GenerationDefaults()
-    status = EngineStatus(Phase.READY, 1, [], None, "bench", None, None, 0, 1.0, 1.0)
-
-    async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [1] * len(text)
-
-    async def render_chat(self, messages: list[dict[str, Any]], **extra: Any) -> list[int]:
-        return [1, 2, 3]
-
-    def submit(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> InstantStream:
-        return InstantStream(1, prompt_token_ids, sampling.max_tokens or 16)
+    def probes(self) -> dict[str, float]:
+        return {
+            "probe_p50_ms": round(percentile(self.probes_s, 0.5) * 1e3, 2),
+            "probe_p99_ms": round(percentile(self.probes_s, 0.99) * 1e3, 2),
+            "probe_worst_ms": round(max(self.probes_s) * 1e3, 2),
+        }
 
 
-async def measure(port: int, path: str, num_requests: int, body: Any, num_clients: int) -> float:
-    """Processor seconds of this process while the clients run."""
-    command = [
-        *(sys.executable, "-c", CLIENT, str(port), path, str(num_requests)),
-        json.dumps(body),
+@contextlib.asynccontextmanager
+async def running(num_seqs: int, step_s: float) -> AsyncIterator[Running]:
+    """A server with a processor of its own, if there are two."""
+    port = free_port()
+    target = Target.of(f"http://127.0.0.1:{port}")
+    settings = [
+        *("--set", f"scheduler.max_num_seqs={num_seqs}"),
+        *("--set", f"device.simulated_step_s={step_s}"),
     ]
-    before = time.process_time()
-    async with trio.open_nursery() as nursery:
-        for _ in range(num_clients):
-            nursery.start_soon(trio.run_process, command)
-    return time.process_time() - before
+    mine, *others = sorted(os.sched_getaffinity(0))
+    with server([*SETTINGS, *settings], None, port) as process:
+        while (await get_json(target, "/health/ready"))[0] != 200:
+            if process.poll() is not None:
+                raise SystemExit(f"http_overhead: the server ended with {process.returncode}")
+            await trio.sleep(0.1)
+        if others:
+            os.sched_setaffinity(process.pid, {mine})
+            for pid in tree_of(process.pid)[1:]:
+                if name_of(pid) == "worker":
+                    os.sched_setaffinity(pid, others)
+        yield Running(target, process.pid)
 
 
-async def main(args: argparse.Namespace) -> dict[str, Any]:
-    config = Config(http=HttpConfig(port=0))
-    listeners = bind(config.http)
-    port = listeners[0].socket.getsockname()[1]
-    stopping = trio.Event()
-    messages = [{"role": "user", "content": "hello"}]
-    whole = {"messages": messages, "max_tokens": 1}
-    stream = {"messages": messages, "max_tokens": args.chunks, "stream": True}
+@contextlib.contextmanager
+def flood(port: int, num_streams: int) -> Iterator[subprocess.Popen]:
+    """Streams in a process of their own."""
+    command = [sys.executable, str(FLOOD), str(port), str(num_streams), "12000"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
-    async def run(task_status: trio.TaskStatus[None]) -> None:
-        await serve_http(
-            InstantEngine(),  # type: ignore[arg-type]
-            listeners,
-            config,
-            stopping=stopping,
-            drain_deadline_s=1.0,
-            task_status=task_status,
-        )
 
-    async with trio.open_nursery() as nursery:
-        await nursery.start(run)
-        chat = "/v1/chat/completions"
-        await measure(port, chat, 20, whole, 1)
-        idle = await measure(port, chat, 1, whole, 1)
-        requests_s = await measure(port, chat, args.requests, whole, 1) - idle
-        streams_s = await measure(port, chat, 1, stream, args.streams) - idle * args.streams
-        stopping.set()
+async def streams(args: argparse.Namespace, step_s: float) -> dict[str, Any]:
+    """Many streams: what a token costs, and how probes fare beside them."""
+    async with running(args.streams, step_s) as found, trio.open_nursery() as nursery:
+        with flood(found.target.port, args.streams) as clients:
+            nursery.start_soon(found.probe)
+            while await found.figure("requests_running") < args.streams:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            await trio.sleep(SETTLE_S)
+            found.probes_s.clear()
+            tokens, began = await found.figure("generation_tokens_total"), trio.current_time()
+            cpu_s = cpu_s_of(found.pid)
+            await trio.sleep(args.seconds)
+            cpu_s = cpu_s_of(found.pid) - cpu_s
+            took_s = trio.current_time() - began
+            tokens = await found.figure("generation_tokens_total") - tokens
+            lifetime_tokens = await found.figure("generation_tokens_total")
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                out, _ = await trio.to_thread.run_sync(clients.communicate)
+            told = json.loads(out)
+    if told["refused"]:
+        raise SystemExit(f"http_overhead: {told['refused']} streams were refused")
     return {
-        "us_per_json_request": round(requests_s / (args.requests - 1) * 1e6, 1),
-        "us_per_sse_chunk": round(streams_s / (args.streams * args.chunks) * 1e6, 1),
-        "requests": args.requests,
-        "streams": args.streams,
-        "chunks_per_stream": args.chunks,
-        "python": platform.python_version(),
-        "trio": trio.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors",
-        "load_average": os.getloadavg()[0],
+        "us_per_token": round(cpu_s / tokens * 1e6, 1),
+        "tokens_per_core_s": round(tokens / cpu_s),
+        "tokens_per_s": round(tokens / took_s),
+        "tokens_per_event": round(lifetime_tokens / told["events"], 2),
+        "server_cpu_share": round(cpu_s / took_s, 3),
+        **found.probes(),
     }
 
 
+async def small(args: argparse.Namespace) -> dict[str, Any]:
+    """Requests for one token, one after another on one connection."""
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    async with running(8, 0.0) as found:
+        client = Client(found.target)
+        request = post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1})
+        chat = post(CHAT, body)
+        if (await client.ask(chat))[0] == 200:  # a model without a template has no chat
+            request = chat
+        for _ in range(50):
+            await client.ask(request)
+        cpu_s, began = cpu_s_of(found.pid), trio.current_time()
+        for _ in range(args.requests):
+            status, _ = await client.ask(request)
+            if status != 200:
+                raise SystemExit(f"http_overhead: a small request was answered with {status}")
+        cpu_s, took_s = cpu_s_of(found.pid) - cpu_s, trio.current_time() - began
+        client.close()
+    return {
+        "us_per_request": round(cpu_s / args.requests * 1e6, 1),
+        "ms_per_answer": round(took_s / args.requests * 1e3, 2),
+        "chat": float(request is chat),
+    }
+
+
+async def refused(args: argparse.Namespace) -> dict[str, Any]:
+    """Large bodies that are refused, again and again, while a stream runs and probes come."""
+    body = b'{"messages": [{"role": "user", "content": "' + b"x" * LARGE_BYTES + b'"}]}'
+    raw = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % CHAT.encode()
+    raw += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    gaps_s: list[float] = []
+    answers: dict[int, int] = {}
+
+    async def send_large(target: Target) -> None:
+        while True:
+            client = Client(target)
+            status, _ = await client.ask(raw)
+            client.close()
+            answers[status] = answers.get(status, 0) + 1
+            await trio.sleep(0.05)
+
+    async def watch(target: Target) -> None:
+        long = {"prompt": "hello", "max_tokens": 12000, "ignore_eos": True, "stream": True}
+        stream = await Client(target).send(post(COMPLETIONS, long))
+        last = math.nan
+        while await stream.receive_some(65536):
+            now = trio.current_time()
+            if not math.isnan(last):
+                gaps_s.append(now - last)
+            last = now
+
+    async with running(8, STREAM_STEP_S) as found, trio.open_nursery() as nursery:
+        nursery.start_soon(watch, found.target)
+        nursery.start_soon(found.probe)
+        await trio.sleep(SETTLE_S)
+        found.probes_s.clear()
+        gaps_s.clear()
+        for _ in range(NUM_LARGE):
+            nursery.start_soon(send_large, found.target)
+        cpu_s = cpu_s_of(found.pid)
+        await trio.sleep(args.seconds)
+        cpu_s = cpu_s_of(found.pid) - cpu_s
+        nursery.cancel_scope.cancel()
+    # A client that is still sending when it is refused may lose the answer to a reset: status 0.
+    return {
+        "refused": sum(answers.values()),
+        "gap_worst_ms": round(max(gaps_s) * 1e3, 2),
+        "gap_p50_ms": round(percentile(gaps_s, 0.5) * 1e3, 2),
+        "server_cpu_share": round(cpu_s / args.seconds, 3),
+        **found.probes(),
+    }
+
+
+async def main(args: argparse.Namespace) -> dict[str, Any]:
+    runs = []
+    for _ in range(args.repeat):
+        run: dict[str, Any] = {}
+        for name in args.only.split(",") if args.only else ("steady", "behind", "small", "refused"):
+            match name:
+                case "steady":
+                    run[name] = await streams(args, STREAM_STEP_S)
+                case "behind":
+                    run[name] = await streams(args, 0.0)
+                case "small":
+                    run[name] = await small(args)
+                case "refused":
+                    run[name] = await refused(args)
+                case _:
+                    raise SystemExit(f"http_overhead: there is no case {name}")
+            print(name, run[name], file=sys.stderr, flush=True)
+        runs.append(run)
+    median = median_of(runs)
+    judged = [
+        {"case": case, "figure": figure, "limit": limit, "found": median[case][figure]}
+        | {"met": median[case][figure] >= limit if least else median[case][figure] <= limit}
+        for case, figure, limit, least in TARGETS
+        if case in median
+    ]
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "baseline")}
+    return {
+        "bench": "http_overhead",
+        "conditions": conditions() | {"scheduling": scheduling()},
+        "settings": settings,
+        "targets": judged,
+        "runs": runs,
+        "median": median,
+    }
+
+
+def scheduling() -> str:
+    """Under which policy of the kernel this and all it started ran."""
+    policies = {os.SCHED_OTHER: "normal", os.SCHED_RR: "real time (RR)", os.SCHED_FIFO: "FIFO"}
+    return policies.get(os.sched_getscheduler(0), "other")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each case")
+    parser.add_argument("--streams", type=int, default=64, metavar="N")
+    parser.add_argument("--requests", type=int, default=1000, metavar="N", help="small ones")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="medians are told")
+    parser.add_argument("--only", metavar="CASES", help="names of cases, with commas")
+    add_output_options(parser)
+    return parser.parse_args(arguments)
+
+
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--chunks", type=int, default=2000)
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--streams", type=int, default=8)
-    print(json.dumps(trio.run(main, parser.parse_args()), indent=1))
+    options = parse()
+    baseline = read_baseline(options)
+    result = trio.run(main, options)
+    told = [
+        (f"{t['case']} {t['figure']}", t["found"], t["limit"], "met" if t["met"] else "MISSED")
+        for t in result["targets"]
+    ]
+    write_result(result, options, baseline, ["", *table([("target", "found", "limit", ""), *told])])
+    sys.exit(0 if all(target["met"] for target in result["targets"]) else 1)

@@ -81,6 +81,12 @@ def cpu_s_of_tree(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_s_of(pid: int) -> float:
+    """Processor seconds so far of one process, all threads; 0 if it is gone."""
+    fields = _stat(pid)
+    return 0.0 if fields is None else sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/PID/stat from the state on; the name before may hold blanks."""
     try:
