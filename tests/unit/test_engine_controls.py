@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -219,6 +220,37 @@ async def test_timings_say_when_it_began_and_when_tokens_came(
             stream.timings.last_token_s,
         ]
         assert after == [pytest.approx(began + s) for s in (1, 2, 3)]
+
+
+async def test_the_step_that_began_a_request_counts_from_its_own_beginning(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a prompt of one step would seem to wait while it is prefilled; an abort begins none."""
+    monkeypatch.setattr("time.monotonic", trio.current_time)
+    steps = [
+        (Delta(0, [1], "length"), 0.75),
+        (Delta(1, [1], "length"), 60.0),
+        (Delta(2, [], "abort"), 0.0),
+    ]
+
+    async def script(fake: FakeWorker) -> None:
+        await become_ready(fake)
+        for delta, step_s in steps:
+            await command(fake)
+            await trio.sleep(1)
+            stats = msgspec.structs.replace(STATS, step_s=step_s)
+            await fake.send(StepOutput(0, [delta], stats))
+        await until_end(fake)
+
+    async with open_engine(make_config(), worker_factory=Workers(script)) as engine:
+        waited = []
+        for _ in steps:
+            stream = engine.submit([1], GREEDY)
+            async for _ in stream:
+                pass
+            timings = stream.timings
+            waited.append(timings.started_s and timings.started_s - timings.submitted_s)
+        assert waited == [pytest.approx(0.25), 0, None]
 
 
 async def test_generation_defaults_apply_without_sampling_alone() -> None:

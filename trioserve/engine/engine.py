@@ -439,8 +439,10 @@ class Engine:
             stream = self._requests.get(delta.id)
             if stream is None:
                 continue
-            if stream.started_s is None:
-                stream.started_s = now = now or time.monotonic()
+            if stream.started_s is None and delta.finish_reason != "abort":
+                # The step that began it is told of at its end.
+                now = now or time.monotonic()
+                stream.started_s = max(stream.created_s, now - event.stats.step_s)
             if delta.token_ids:
                 stream.last_token_s = now = now or time.monotonic()
                 if stream.first_token_s is None:
