@@ -10,7 +10,7 @@ import attrs
 import orjson
 
 from trioserve.engine.api import TextDelta, TokenLogprob, Usage
-from trioserve.errors import RequestCut, RequestError
+from trioserve.errors import RequestAborted, RequestCut, RequestError
 from trioserve.http.generation import ChoiceSoFar
 from trioserve.http.render import finite
 from trioserve.http.responses.schema import ResponsesRequest
@@ -88,7 +88,7 @@ class Draft:
 
     def failed(self, error: RequestError) -> dict[str, Any]:
         """The response that ended with an error, with what there was of its answer."""
-        stopped = isinstance(error, RequestCut | ResponseCancelled)
+        stopped = isinstance(error, RequestAborted | RequestCut | ResponseCancelled)
         response = self._object(
             "cancelled" if stopped else "failed",
             [self.item("incomplete")] if any(self.text) else [],
