@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trioserve.core.batch import SampledRow, ScheduledBatch
-from trioserve.ipc.messages import Work
+from trioserve.ipc.messages import TokenLogprobs, Work
 
 EOS = 0
 VOCAB = 7
@@ -25,6 +25,21 @@ def extend(prefix: int, token_id: int) -> int:
 def next_token(prefix: int) -> int:
     """What the fake model says after a prefix."""
     return prefix // 3 % VOCAB
+
+
+def score(prefix: int, token_id: int) -> TokenLogprobs:
+    """What the fake model says of a token after a prefix."""
+    return TokenLogprobs(token_id, -float(prefix % 997), 1, [])
+
+
+def scores_alone(work: Work) -> list[TokenLogprobs | None]:
+    """Scores of a prompt, the first token's None."""
+    prefix = hash(work.cache_salt)
+    scores: list[TokenLogprobs | None] = []
+    for token_id in work.prompt_token_ids:
+        scores.append(score(prefix, token_id))
+        prefix = extend(prefix, token_id)
+    return [None, *scores[1:]]
 
 
 def run_alone(work: Work, max_model_len: int, eos: frozenset[int]) -> tuple[list[int], str]:
@@ -53,6 +68,7 @@ class _State:
     num_prompt_tokens: int
     block_ids: list[int]
     prefixes: list[int]  # [i] covers tokens [0, i)
+    scored: bool = False
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -71,6 +87,7 @@ class FakeExecutor:
     num_mixed: int = 0
     num_hits: int = 0
     num_recomputed: int = 0
+    num_scored: int = 0
 
     def execute(self, batch: ScheduledBatch, failing: frozenset[int]) -> list[SampledRow]:
         for id in batch.removed_ids:
@@ -80,6 +97,8 @@ class FakeExecutor:
             state = _State(
                 [], new.num_prompt_tokens, list(new.block_ids), [hash(self.salts[new.id])]
             )
+            state.scored = new.prompt_logprobs is not None
+            assert not (state.scored and new.num_computed_tokens)
             for token_id in new.token_ids:
                 state.append(token_id)
             self.states[new.id] = state
@@ -107,10 +126,19 @@ class FakeExecutor:
                 results.append(SampledRow(row.id, 0, error="made to fail"))
                 continue
             self._read(state, end)
+            scores = None
+            if state.scored:
+                last = min(end + 1, state.num_prompt_tokens)
+                scores = [
+                    score(state.prefixes[i], state.token_ids[i]) for i in range(row.start + 1, last)
+                ]
+                self.num_scored += len(scores)
             if row.sample:
                 token_id = next_token(state.prefixes[-1])
                 state.append(token_id)
-                results.append(SampledRow(row.id, token_id))
+                results.append(SampledRow(row.id, token_id, prompt_logprobs=scores))
+            elif state.scored:
+                results.append(SampledRow(row.id, 0, prompt_logprobs=scores))
         return results
 
     def _slot(self, state: _State, position: int) -> tuple[int, int]:

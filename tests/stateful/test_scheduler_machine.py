@@ -15,7 +15,7 @@ from trioserve.core.scheduler import Scheduler
 from trioserve.ipc.messages import Delta, Work, WorkFailed
 from trioserve.sampling_params import SamplingParams
 
-from .fake_executor import EOS, VOCAB, FakeExecutor, run_alone
+from .fake_executor import EOS, VOCAB, FakeExecutor, run_alone, scores_alone
 from .machine_settings import machine_settings
 
 
@@ -87,7 +87,7 @@ class Harness:
         owners: dict[bytes, int] = {}
         size = self.scheduler.block_size
         for seq in self.scheduler._running.values():
-            if not seq.cacheable or seq.num_left <= 1:
+            if not seq.cacheable or seq.num_left <= 1 or seq.prompt_logprobs is not None:
                 continue
             for digest in seq.digests[seq.num_registered : (seq.num_tokens - 1) // size]:
                 assert digest not in owners, f"{seq.id} computes what {owners[digest]} does"
@@ -115,6 +115,12 @@ class Harness:
                 assert delta.num_cached_tokens < len(self.works[delta.id].prompt_token_ids)
             else:
                 assert delta.num_cached_tokens is None or not delta.token_ids
+            if delta.token_ids and not self.outputs[delta.id]:
+                work = self.works[delta.id]
+                asked = work.sampling.prompt_logprobs is not None
+                assert delta.prompt_logprobs == (scores_alone(work) if asked else None)
+            else:
+                assert delta.prompt_logprobs is None
             self.outputs[delta.id] += delta.token_ids
             if delta.finish_reason is not None:
                 self.ends[delta.id] = delta.finish_reason
@@ -170,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (1,), (2, 3)]),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "a"]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
         self,
@@ -181,6 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         priority: int,
         salt: str,
+        prompt_logprobs: int | None,
     ) -> None:
         prompt = [*prefix, *tail][: self.h.max_model_len - 1]
         sampling = SamplingParams(
@@ -188,6 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min(min_tokens, max_tokens or min_tokens),
             ignore_eos=ignore_eos,
             stop_token_ids=stop,
+            prompt_logprobs=prompt_logprobs,
         )
         self.h.add(prompt, sampling, priority=priority, cache_salt=salt)
 
@@ -234,6 +243,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.h.scheduler.check_integrity()
 
     @rule()
+    def forget_unused(self) -> None:
+        num_kept = self.h.scheduler.forget_unused()
+        assert num_kept <= self.h.scheduler.pool.num_used
+        self.h.scheduler.check_integrity()
+
+    @rule()
     def reset_prefix_cache(self) -> None:
         self.h.scheduler.reset_prefix_cache()
         self.h.scheduler.check_integrity()
@@ -262,7 +277,11 @@ def test_what_the_machine_is_about_does_happen(policy: str) -> None:
     prefixes = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(3)]
     for _ in range(60):
         tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 16))]
-        sampling = SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=rng.randrange(1, 40),
+            ignore_eos=True,
+            prompt_logprobs=None if rng.randrange(5) else 0,
+        )
         h.add([*rng.choice(prefixes), *tail], sampling, priority=rng.randrange(3))
         for _ in range(rng.randrange(4)):
             h.step()
@@ -273,6 +292,7 @@ def test_what_the_machine_is_about_does_happen(policy: str) -> None:
     assert h.executor.num_hits >= 10
     assert h.executor.num_chunks >= 10
     assert h.executor.num_mixed >= 10
+    assert h.executor.num_scored >= 100
     assert h.executor.num_recomputed >= 3
     assert len(h.followed) >= 5
     assert stats.output_tokens == sum(map(len, h.outputs.values()))

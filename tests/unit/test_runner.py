@@ -32,7 +32,7 @@ from trioserve.core.model_runner import ModelRunner
 from trioserve.core.scheduler import Scheduler
 from trioserve.core.stages import StageReporter
 from trioserve.errors import ModelError, StartupError
-from trioserve.ipc.messages import Stage, Work
+from trioserve.ipc.messages import Stage, TokenLogprobs, Work
 from trioserve.kernels.cpu.panel_product import PanelProduct
 from trioserve.kernels.cpu.runtime import Team
 from trioserve.models.llama import Llama
@@ -151,6 +151,7 @@ class Session:
         self.prompts: dict[int, list[int]] = {}
         self.answers: dict[int, list[int]] = {}
         self.logits: dict[tuple[int, int], Tensor] = {}
+        self.scores: dict[int, list[TokenLogprobs | None]] = {}
         self.events: Counter[str] = Counter()
 
     def add(self, id: int, prompt: list[int], **sampling) -> None:
@@ -170,6 +171,10 @@ class Session:
         assert not failed
         for delta in deltas:
             self.answers[delta.id] += delta.token_ids
+            if delta.prompt_logprobs is not None:
+                assert delta.id not in self.scores
+                assert self.answers[delta.id] == delta.token_ids  # with the first token
+                self.scores[delta.id] = delta.prompt_logprobs
         self.scheduler.check_integrity()
 
     def run(self) -> None:

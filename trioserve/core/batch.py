@@ -21,6 +21,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     ``token_ids`` holds all tokens known so far: the prompt and, after a preemption, the answer's
     beginning. ``[0, num_computed_tokens)`` are in the KV cache already. ``bad_words_ids`` are token
     sequences of which none is ever completed in the answer: ``Work.bad_words_ids`` unchanged.
+    ``prompt_logprobs`` is how many of the best are wanted beside each token of the prompt, or None
+    where the prompt is not scored, or has been already; such a sequence starts at token 0.
     """
 
     id: int
@@ -31,6 +33,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     seed: int
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
 
 class ScheduledRow(msgspec.Struct, frozen=True):
@@ -69,6 +72,10 @@ class SampledRow(msgspec.Struct, frozen=True):
 
     ``invalid`` says that the request was at fault and not the model: what was computed is sound,
     and the failure's code is "invalid".
+
+    Where the prompt is scored there is one for any row, ``sample`` or not: ``prompt_logprobs`` are
+    those of the prompt's tokens after each position of the row, ``token_id`` counts with ``sample``
+    only.
     """
 
     id: int
@@ -76,6 +83,7 @@ class SampledRow(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     invalid: bool = False
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):

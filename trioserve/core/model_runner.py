@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -25,6 +26,7 @@ from trioserve.core.batch import (
 )
 from trioserve.core.batch_state import BatchState
 from trioserve.core.kv_cache import format_bytes
+from trioserve.core.prompt_logprobs import Part, PromptScorer, rows_of
 from trioserve.core.sampler import Sampler
 from trioserve.core.stages import RunningStage, StageReporter
 from trioserve.devices import cpu
@@ -55,6 +57,8 @@ class StepHandle:
     ids: list[int]
     positions: list[int]
     logits: Tensor  # float32 [len(ids), vocab_size]
+    prompt_parts: Sequence[Part] = ()
+    prompt_hidden: Tensor | None = None  # float32 [rows of the parts, hidden_size]
 
 
 class ModelRunner:
@@ -84,6 +88,7 @@ class ModelRunner:
             resolved.spec.eos_token_ids,
             tokenizer_vocab_size=resolved.num_token_ids,
         )
+        self._scorer = PromptScorer(resolved.num_token_ids or resolved.spec.vocab_size)
 
     # ------------------------------------------------------------------------- start-up
 
@@ -221,25 +226,31 @@ class ModelRunner:
                 new.token_ids,
                 new.bad_words_ids,
             )
+            self._scorer.add(new)
         for row in batch.rows:
             if row.new_block_ids:
                 self._state.add_blocks(row.id, row.new_block_ids)
         step = self._state.make_step(batch.rows)
         self._attention.prepare(step.context)
-        logits = self._model.forward(
-            step.token_ids,
-            step.context.positions,
-            self._attention,
-            step.context,
-            step.logits_rows,
+        parts = self._scorer.parts(batch.rows, step.context.query_starts)
+        num_sampled = len(step.sampled_ids)
+        rows = torch.cat([step.logits_rows, rows_of(parts)]) if parts else step.logits_rows
+        hidden = self._model.hidden(
+            step.token_ids, step.context.positions, self._attention, step.context, rows
         )
-        return StepHandle(ids=step.sampled_ids, positions=step.sampled_positions, logits=logits)
+        return StepHandle(
+            ids=step.sampled_ids,
+            positions=step.sampled_positions,
+            logits=self._model.logits(hidden[:num_sampled] if parts else hidden),
+            prompt_parts=parts,
+            prompt_hidden=hidden[num_sampled:] if parts else None,
+        )
 
     @torch.inference_mode()
     def sample(
         self, handle: StepHandle, masks: Mapping[int, Tensor] | None = None
     ) -> list[SampledRow]:
-        """Sample every row with ``sample``, in row order.
+        """Sample every row with ``sample``, in row order; then what other rows say of prompts.
 
         Args:
             handle: of ``execute``.
@@ -252,7 +263,19 @@ class ModelRunner:
         for row, position in zip(sampled, handle.positions, strict=True):
             if row.error is None:
                 self._state.set_token(row.id, position, row.token_id)
-        return sampled
+        return self._with_scores(sampled, handle) if handle.prompt_parts else sampled
+
+    def _with_scores(self, sampled: list[SampledRow], handle: StepHandle) -> list[SampledRow]:
+        assert handle.prompt_hidden is not None
+        scores = self._scorer.score(handle.prompt_parts, handle.prompt_hidden, self._model.logits)
+        scored = [
+            msgspec.structs.replace(row, prompt_logprobs=scores.pop(row.id, None))
+            for row in sampled
+        ]
+        return [
+            *scored,
+            *(SampledRow(id, 0, prompt_logprobs=found) for id, found in scores.items()),
+        ]
 
     # ------------------------------------------------------------------------- internals
 
@@ -260,6 +283,7 @@ class ModelRunner:
         if sequence_id in self._state:
             self._state.remove(sequence_id)
             self._sampler.remove(sequence_id)
+            self._scorer.remove(sequence_id)
 
     def _allocate(self, num_blocks: int, max_model_len: int) -> None:
         self._attention.init_cache(num_blocks)

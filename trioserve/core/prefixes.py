@@ -27,16 +27,21 @@ class Prefixes:
         self._computing: dict[bytes, Sequence] = {}  # missing blocks of running prefills
 
     def find(self, seq: Sequence) -> list[int]:
-        """The cached blocks a sequence could start with; at least one token stays to compute."""
+        """The cached blocks a sequence could start with; at least one token stays to compute.
+
+        None of a prompt that is to be scored: each of its tokens' logits are needed.
+        """
         if not self._pool.prefix_caching:
             return []
         self._extend(seq, seq.num_tokens // self._pool.block_size)
+        if seq.prompt_logprobs is not None:
+            return []
         return self._pool.find(seq.digests[: self._num_shareable(seq)])
 
     def leader(self, seq: Sequence, num_hits: int) -> tuple[Sequence, int] | None:
         """Who computes the first block that ``seq`` misses, and how many blocks they share."""
         end = self._num_shareable(seq) if seq.digests else 0
-        if num_hits >= end:
+        if num_hits >= end or seq.prompt_logprobs is not None:
             return None
         leader = self._computing.get(seq.digests[num_hits])
         if leader is None:

@@ -37,7 +37,7 @@ from trioserve.core.prefixes import Prefixes, urgency
 from trioserve.core.sequence import Sequence, SequenceStatus
 from trioserve.core.waiting import Lane, WaitingQueue, lane_key
 from trioserve.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from trioserve.ipc.messages import Delta, StepStats, Work, WorkFailed
+from trioserve.ipc.messages import Delta, StepStats, TokenLogprobs, Work, WorkFailed
 
 MAX_PASSES = 8
 """How many sequences may be admitted past a head that has no room."""
@@ -215,6 +215,9 @@ class Scheduler:
                 continue
             if row.sample and result is None:
                 failed.append(self._fail(seq, f"step {batch.step} sampled no token for it"))
+                continue
+            if seq.prompt_logprobs is not None and (fault := _take_scores(seq, row, result)):
+                failed.append(self._fail(seq, f"step {batch.step} {fault}"))
                 continue
             seq.num_computed_tokens = row.start + row.num_tokens
             self._prompt_tokens += row.num_tokens - (row.start >= seq.num_prompt_tokens)
@@ -414,7 +417,8 @@ class Scheduler:
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
             self._prefix_hits += seq.num_computed_tokens
-            self._prefix_queries += seq.num_tokens if self.pool.prefix_caching else 0
+            if self.pool.prefix_caching and seq.prompt_logprobs is None:
+                self._prefix_queries += seq.num_tokens
         self._running[seq.id] = seq
         self._prefixes.begin(seq, num_hits)
 
@@ -438,6 +442,7 @@ class Scheduler:
                     sampling=seq.sampling,
                     seed=seq.seed,
                     bad_words_ids=seq.bad_words_ids,
+                    prompt_logprobs=seq.prompt_logprobs,
                 )
             )
             grown = ()
@@ -455,6 +460,10 @@ class Scheduler:
         token_id = result.token_id
         seq.token_ids.append(token_id)
         self._output_tokens += 1
+        scores: list[TokenLogprobs | None] | None = None
+        if seq.prompt_logprobs is not None:
+            scores = [None, *seq.prompt_entries]
+            seq.prompt_logprobs, seq.prompt_entries = None, []
         finish_reason = stop_token_id = None
         if seq.num_output_tokens >= seq.sampling.min_tokens:
             if token_id in self.eos_token_ids and not seq.sampling.ignore_eos:
@@ -472,6 +481,7 @@ class Scheduler:
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             logprobs=logprobs,
+            prompt_logprobs=scores,
         )
 
     @staticmethod
@@ -511,3 +521,13 @@ class Scheduler:
         self.pool.release(seq.block_ids)
         seq.clear_progress()
         seq.status = status
+
+
+def _take_scores(seq: Sequence, row: ScheduledRow, result: SampledRow | None) -> str:
+    """Keep what a row says about the prompt's tokens; the fault where that is not all."""
+    scores = (result.prompt_logprobs if result is not None else None) or []
+    end = min(row.start + row.num_tokens, seq.num_prompt_tokens - 1)
+    if len(scores) != max(0, end - row.start):
+        return f"scored {len(scores)} of {end - row.start} prompt tokens"
+    seq.prompt_entries += scores
+    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from trioserve.ipc.messages import Work
+from trioserve.ipc.messages import TokenLogprobs, Work
 from trioserve.sampling_params import SamplingParams
 
 
@@ -55,6 +55,8 @@ class Sequence:
         "num_prompt_tokens",
         "num_registered",
         "priority",
+        "prompt_entries",
+        "prompt_logprobs",
         "sampling",
         "seed",
         "sent",
@@ -92,6 +94,8 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # of the first admission
         self.leader: Sequence | None = None  # computes what this one, waiting, will find
         self.followers: dict[int, tuple[Sequence, int]] = {}  # and the blocks shared with each
+        self.prompt_logprobs = work.sampling.prompt_logprobs  # None once they are delivered
+        self.prompt_entries: list[TokenLogprobs] = []  # of the tokens from the second on, so far
         self.num_passes = 0  # how often later ones were admitted while this one had no room
 
     @property
@@ -117,3 +121,4 @@ class Sequence:
         self.cacheable = True
         self.sent = False
         self.in_flight = 0
+        self.prompt_entries = []

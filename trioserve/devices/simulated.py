@@ -11,7 +11,13 @@ import time
 from typing import Any
 
 from trioserve.config.schema import Config
-from trioserve.core.batch import MemoryProfile, SampledRow, ScheduledBatch, ScheduledRow
+from trioserve.core.batch import (
+    MemoryProfile,
+    NewSequence,
+    SampledRow,
+    ScheduledBatch,
+    ScheduledRow,
+)
 from trioserve.core.stages import StageReporter
 from trioserve.ipc.messages import TokenLogprobs
 from trioserve.models.spec import ResolvedModel
@@ -31,9 +37,11 @@ def mix(state: int, token_id: int) -> int:
 class _State:
     """Tokens of one sequence and the hash of each prefix that has been computed."""
 
-    def __init__(self, token_ids: list[int], logprobs: int | None) -> None:
-        self.token_ids = list(token_ids)
-        self.logprobs = logprobs
+    def __init__(self, new: NewSequence) -> None:
+        self.token_ids = list(new.token_ids)
+        self.logprobs = new.sampling.logprobs
+        self.prompt_logprobs = new.prompt_logprobs
+        self.num_prompt_tokens = new.num_prompt_tokens
         self.hashes: list[int] = [0]
 
     def hash_to(self, length: int) -> int:
@@ -41,6 +49,17 @@ class _State:
         while len(self.hashes) <= length:
             self.hashes.append(mix(self.hashes[-1], self.token_ids[len(self.hashes) - 1]))
         return self.hashes[length]
+
+    def scores(self, row: ScheduledRow) -> list[TokenLogprobs] | None:
+        """Of the prompt's tokens after each position of ``row``, if they are wanted."""
+        if self.prompt_logprobs is None:
+            return None
+        end = min(row.start + row.num_tokens + 1, self.num_prompt_tokens)
+        return [_made_up(id, self.prompt_logprobs) for id in self.token_ids[row.start + 1 : end]]
+
+
+def _made_up(token_id: int, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, -0.5, 1, [(token_id, -0.5)] if num_top else [])
 
 
 class SimulatedExecutor:
@@ -92,26 +111,31 @@ class SimulatedExecutor:
         for sequence_id in batch.removed_ids:
             self._states.pop(sequence_id, None)
         for new in batch.new:
-            self._states[new.id] = _State(new.token_ids, new.sampling.logprobs)
+            self._states[new.id] = _State(new)
         if self._config.device.simulated_step_s:
             time.sleep(self._config.device.simulated_step_s)
-        return [row for row in batch.rows if row.sample]
+        states = self._states
+        return [
+            row for row in batch.rows if row.sample or states[row.id].prompt_logprobs is not None
+        ]
 
     def sample(self, handle: list[ScheduledRow], masks: Any = None) -> list[SampledRow]:
-        """One token per row, never an end-of-sequence token."""
+        """One token per row with ``sample``, never an end-of-sequence token."""
         return [self._sample(row) for row in handle]
 
     def _sample(self, row: ScheduledRow) -> SampledRow:
         state = self._states[row.id]
+        scores = state.scores(row)
+        if not row.sample:
+            return SampledRow(row.id, 0, prompt_logprobs=scores)
         token_id = state.hash_to(row.start + row.num_tokens) % self._num_token_ids
         while token_id in self._eos:
             token_id = (token_id + 1) % self._num_token_ids
         state.token_ids.append(token_id)
         logprobs = None
         if state.logprobs is not None:
-            top = [(token_id, -0.5)] if state.logprobs else []
-            logprobs = TokenLogprobs(token_id, -0.5, 1, top)
-        return SampledRow(row.id, token_id, logprobs)
+            logprobs = _made_up(token_id, state.logprobs)
+        return SampledRow(row.id, token_id, logprobs, prompt_logprobs=scores)
 
     def info(self) -> dict[str, Any]:
         """For ReadyInfo."""

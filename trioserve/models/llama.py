@@ -165,7 +165,7 @@ class Llama:
         context: Any,
         logits_rows: Tensor,
     ) -> Tensor:
-        """Compute one step.
+        """Compute one step: ``logits(hidden(…))``.
 
         Args:
             token_ids: int64 ``[n]``, the tokens of all sequences, one after another.
@@ -177,6 +177,19 @@ class Llama:
         Returns:
             float32 ``[r, vocab_size]``.
         """
+        rows = self.hidden(token_ids, positions, attention, context, logits_rows)
+        return self.logits(rows)
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        context: Any,
+        rows: Tensor,
+    ) -> Tensor:
+        """The last layer's output for some tokens, float32 ``[r, hidden_size]``: what ``logits``
+        takes, all at once or a part at a time. Arguments as of ``forward``."""
         spec = self.spec
         rotated = spec.num_heads + spec.num_kv_heads
         sizes = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
@@ -189,9 +202,15 @@ class Llama:
             mixed = attention.forward(index, query, key, value, context)
             if index == spec.num_layers - 1:
                 # The cache is written; from here on only the rows that give logits matter.
-                if logits_rows.shape[0] == 0:
-                    return hidden.new_empty((0, spec.vocab_size))
-                mixed, hidden = mixed[logits_rows], hidden[logits_rows]
+                mixed, hidden = mixed[rows], hidden[rows]
+                if rows.shape[0] == 0:
+                    return hidden
             hidden += layer.output(mixed)
             hidden += layer.down(silu_mul(layer.gate_up(layer.mlp_norm(hidden))))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of what ``hidden`` gave, float32 ``[r, vocab_size]``."""
+        if hidden.shape[0] == 0:
+            return hidden.new_empty((0, self.spec.vocab_size))
         return self.head(self.norm(hidden))

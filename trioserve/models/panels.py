@@ -101,17 +101,33 @@ class FusedLlama:
         logits_rows: Tensor,
     ) -> Tensor:
         """As ``Llama.forward``; ``attention`` is the one given to the constructor, prepared."""
+        return self.logits(self.hidden(token_ids, positions, attention, context, logits_rows))
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: NumbaAttention,
+        context: BatchContext,
+        rows: Tensor,
+    ) -> Tensor:
+        """As ``Llama.hidden``."""
         model = self.model
         hidden = model.embedding(token_ids)
         mixed = self.decoder(hidden, model.rotary.rotations(positions), attention.caches)
-        if logits_rows.shape[0] == 0:
-            return hidden.new_empty((0, self.spec.vocab_size))
         # The decoder leaves after the last layer's attention.
         layer = model.layers[-1]
-        mixed, hidden = mixed[logits_rows], hidden[logits_rows]
+        mixed, hidden = mixed[rows], hidden[rows]
+        if rows.shape[0] == 0:
+            return hidden
         hidden += layer.output(mixed)
         hidden += layer.down(silu_mul(layer.gate_up(layer.mlp_norm(hidden))))
-        return model.head(model.norm(hidden))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As ``Llama.logits``."""
+        logits: Tensor = self.model.logits(hidden)
+        return logits
 
 
 def _decoder_layer(layer: Any) -> DecoderLayer:
