@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from trioserve.engine.api import TextDelta
-from trioserve.errors import RequestFailed
+from trioserve.errors import InvalidRequest, RequestFailed
 
 from .client import Served, serving
 from .fake_engine import FakeEngine, FakeStream
@@ -347,7 +347,37 @@ async def test_truncation_leaves_out_the_oldest() -> None:
         )
         await made(served, input="x" * 39, truncation="auto")
         assert len(engine.streams[-1].prompt_token_ids) == 39
+        # One that fills the context to its end leaves no room either.
+        filling = [{"role": "user", "content": text} for text in ("y" * 30, "z" * 10)]
+        await made(served, input=filling, truncation="auto")
+        assert bytes(engine.streams[-1].prompt_token_ids) == b"z" * 10
         items[-1]["content"] = "z" * 40
         answer = await served.call("POST", PATH, {"input": items, "truncation": "auto"})
         assert answer.status == 400
         assert answer.json["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_long_conversation_is_decoded_and_gone_on_from() -> None:
+    engine = FakeEngine(max_model_len=10**6)
+    async with serving(engine) as served:
+        first = await made(served, input="x" * 300_000)
+        second = await made(served, input="y", previous_response_id=first["id"])
+        contents = [message["content"] for message in engine.rendered[-1]]
+        assert contents == ["x" * 300_000, "Hello world", "y"]
+        items = (await served.call("GET", f"{PATH}/{second['id']}/input_items")).json["data"]
+        assert [len(item["content"][0]["text"]) for item in items] == [1, 11, 300_000]
+
+
+async def test_what_the_template_refuses_is_the_inputs_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(*args: Any, **kwargs: Any) -> list[int]:
+        raise InvalidRequest("roles must alternate", param="messages")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "render_chat", refuse)
+    async with serving(engine) as served:
+        answer = await served.call("POST", PATH, {"input": "hi"})
+        assert answer.status == 400
+        assert answer.json["error"]["message"] == "roles must alternate"
+        assert answer.json["error"]["param"] == "input"

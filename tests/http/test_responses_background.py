@@ -15,7 +15,7 @@ from trioserve.errors import QueueFull, RequestFailed
 from .client import serving
 from .fake_engine import FakeEngine
 from .memory import serving_in_memory
-from .protocols import named_events, next_event
+from .protocols import MESSAGES, named_events, next_event
 from .test_openai import with_client
 
 PATH = "/v1/responses"
@@ -235,7 +235,7 @@ async def test_sd_05_a_drain_ends_when_it_has_ended() -> None:
         assert served.reports[0].num_cut == 0
 
 
-async def test_it_silent_follower_has_heartbeats(autojump_clock: MockClock) -> None:
+async def test_its_silent_follower_has_heartbeats(autojump_clock: MockClock) -> None:
     engine = FakeEngine(script=None)
     async with serving_in_memory(engine, heartbeat_s=7) as served:
         client = served.connect()
@@ -244,6 +244,26 @@ async def test_it_silent_follower_has_heartbeats(autojump_clock: MockClock) -> N
         chunks = [await client.chunk() for _ in range(4)]
         assert chunks[0].startswith(b"event: response.created")
         assert any(chunk.startswith(b": ") for chunk in chunks[1:])
+        # Comments are the reader's own: they are not among the events that are kept.
+        engine.streams[0].say("a", finish="stop")
+        rest = await client.rest_of_chunks()
+        assert [event["sequence_number"] for event in named_events(b"".join(chunks) + rest)] == [
+            *range(10)
+        ]
+        id = named_events(chunks[0])[0]["response"]["id"]
+        await client.send("GET", f"{PATH}/{id}?stream=true&starting_after=8")
+        [last] = named_events((await client.answer()).body)
+        assert last["sequence_number"] == 9
+
+
+async def test_it_is_no_rejected_request_for_the_metrics() -> None:
+    async with serving() as served:
+        await served.call("POST", PATH, ASKED)
+        await served.call("POST", f"{MESSAGES[0]}/count_tokens", MESSAGES[1])
+        text = (await served.call("GET", "/metrics")).body.decode()
+        lines = [line for line in text.splitlines() if line.startswith("trioserve_requests_rej")]
+        assert lines
+        assert all(line.endswith(" 0.0") for line in lines)
 
 
 async def test_official_client_polls_and_cancels() -> None:

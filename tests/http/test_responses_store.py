@@ -32,6 +32,13 @@ def test_a_conversation_is_all_turns_in_order() -> None:
     assert given_items == ["one", "answer to one", "two"]
 
 
+def test_a_turn_without_an_answer_stays_as_it_is() -> None:
+    turn = Turn.of(None, [item("one")])
+    assert texts(turn.answered([])) == ["one"]
+    assert turn.conversation_bytes == turn.num_bytes
+    assert Turn.of(turn, [item("two")]).conversation_bytes > turn.num_bytes
+
+
 def test_the_oldest_makes_room_and_its_conversation_stays() -> None:
     store = ResponseStore(2, 10**6)
     first = kept("a", text="one")

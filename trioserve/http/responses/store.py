@@ -53,18 +53,25 @@ class Turn:
 
     @classmethod
     def of(cls, parent: Turn | None, given: list[dict[str, Any]]) -> Turn:
-        """A turn that has no answer yet."""
+        """A turn that has no answer yet; ``given`` holds at least one item."""
         return cls(parent, orjson.dumps(given), len(given))
 
     def answered(self, output: list[dict[str, Any]]) -> Turn:
         """The same turn with its answer."""
-        items = [*orjson.loads(self.raw), *output]
-        return Turn(self.parent, orjson.dumps(items), self.num_input)
+        if not output:
+            return self
+        raw = b"%b,%b" % (self.raw[:-1], orjson.dumps(output)[1:])
+        return Turn(self.parent, raw, self.num_input)
 
     @property
     def num_bytes(self) -> int:
         """What it takes, without its parent."""
         return len(self.raw) + ITEM_OVERHEAD_BYTES
+
+    @property
+    def conversation_bytes(self) -> int:
+        """What it takes with all turns before it."""
+        return self.num_bytes + sum(turn.num_bytes for turn in self._ancestors())
 
     def given(self) -> list[dict[str, Any]]:
         """All items the response was made from, the oldest first."""

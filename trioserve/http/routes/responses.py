@@ -6,9 +6,11 @@ import functools
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
+import trio
 from quart import Response, request
 
 from trioserve.errors import InvalidRequest
@@ -18,7 +20,7 @@ from trioserve.http.errors import JSON
 from trioserve.http.fields import shown
 from trioserve.http.generation import GenerationCall, GenerationService, Order
 from trioserve.http.responses.background import BackgroundResponses, EventLog, LogStream, Run
-from trioserve.http.responses.items import with_ids
+from trioserve.http.responses.items import Item, with_ids
 from trioserve.http.responses.prompt import fit_prompt
 from trioserve.http.responses.render import Draft, Head, ResponsesRenderer
 from trioserve.http.responses.schema import ResponsesRequest, parse_responses
@@ -29,6 +31,7 @@ from trioserve.http.sse import HEADERS, StreamResponse
 
 log = logging.getLogger(__name__)
 
+LONG_CONVERSATION_BYTES = 256 * 1024
 MAX_LISTED, DEFAULT_LISTED = 100, 20
 
 
@@ -81,9 +84,8 @@ class ResponseRoutes:
             )
         )
         turn = Turn.of(self._previous(body), with_ids(body.items, stem))
-        prompt = await call.run(functools.partial(fit_prompt, self._engine, body, turn.items()))
         order = Order(
-            prompts=[prompt],
+            prompts=[await call.run(functools.partial(self._prompt, body, turn))],
             samplings=[body.sampling],
             priority=body.priority,
             cache_salt=body.cache_salt,
@@ -102,6 +104,16 @@ class ResponseRoutes:
         final = draft.finished(call.usage())
         keep(final)
         return call.respond(orjson.dumps(final))
+
+    async def _prompt(self, body: ResponsesRequest, turn: Turn) -> list[int]:
+        return await fit_prompt(self._engine, body, await self._decoded(turn, turn.items))
+
+    async def _decoded(self, turn: Turn, items: Callable[[], list[Item]]) -> list[Item]:
+        """Items of a conversation, decoded in a thread if it is long. Cancellation abandons it."""
+        if turn.conversation_bytes < LONG_CONVERSATION_BYTES:
+            return items()
+        threads = self._service.context.parsing
+        return await trio.to_thread.run_sync(items, abandon_on_cancel=True, limiter=threads)
 
     async def _start(
         self, call: GenerationCall, draft: Draft, turn: Turn, order: Order
@@ -216,7 +228,8 @@ class ResponseRoutes:
     async def input_items(self, response_id: str) -> Response:
         """The items a response was made from, those of the conversation before it included."""
         run = self._background.get(response_id)
-        items = (run if run is not None else self._store.get(response_id)).turn.given()
+        turn = (run if run is not None else self._store.get(response_id)).turn
+        items = await self._decoded(turn, turn.given)
         if _choice("order", "desc", "asc", "desc") == "desc":
             items.reverse()
         if (after := request.args.get("after")) is not None:
