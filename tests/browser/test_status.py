@@ -235,6 +235,17 @@ def test_text_of_the_server_is_never_markup(
     )
 
 
+def test_a_paused_server_is_not_taken_for_an_idle_one(
+    server: Server, visit: Callable[..., Visit]
+) -> None:
+    page = visit().page
+    pretend(page, "/metrics", lambda: "trioserve_engine_paused 1\ntrioserve_requests_waiting 2\n")
+    page.goto(server.url)
+    phase(page).to_have_text("Paused")
+    expect(page.locator("#notice")).to_contain_text("nothing is computed until it is resumed")
+    expect(page.locator("#waiting")).to_have_text("2")
+
+
 def test_what_is_no_trioserve_is_not_taken_for_one(
     server: Server, visit: Callable[..., Visit]
 ) -> None:

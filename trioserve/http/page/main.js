@@ -59,7 +59,9 @@ async function look() {
   if (version === null || startup.uptime_s < (history.now?.startup.uptime_s ?? 0)) {
     version = (await link.get("version", "json")).version;
   }
-  return { at, startup, series: new Series(text) };
+  const series = new Series(text);
+  startup.paused = series.total("engine_paused") > 0;
+  return { at, startup, series };
 }
 
 // One look, drawn unless a key was asked for meanwhile.

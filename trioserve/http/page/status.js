@@ -138,7 +138,7 @@ function drawReading(reading, info) {
     setText($(`${name}-tail`), median === null ? "no requests" : `99 % below ${formatSeconds(tail)}`);
   }
   setValue("memory", reading.memory > 0 ? formatBytes(reading.memory) : NONE);
-  const shares = info && `weights ${formatBytes(info.weight_bytes)}, cache ${formatBytes(info.kv_cache_bytes)}`;
+  const shares = info && `weights ${formatBytes(info.weight_bytes)}, cache at most ${formatBytes(info.kv_cache_bytes)}`;
   setText($("memory-shares"), shares ?? "");
   show($("restarts"), reading.restarts > 0);
   const times = reading.restarts === 1 ? "once" : `${formatCount(reading.restarts)} times`;
