@@ -10,6 +10,7 @@ import trio
 from openai.types.responses import Response
 from trio.testing import MockClock
 
+from trioserve.config.schema import LogConfig
 from trioserve.errors import QueueFull, RequestFailed
 
 from .client import serving
@@ -289,3 +290,15 @@ async def test_official_client_polls_and_cancels() -> None:
         assert (await with_client(served, use)).status == "cancelled"
         events = await with_client(served, stream)
         assert events[-1].response.output_text == "ab"
+
+
+async def test_its_answer_is_in_the_log_of_requests(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with serving(log=LogConfig(requests=True, outputs=True)) as served:
+        id = (await served.call("POST", PATH, ASKED, X_Request_Id="r1")).json["id"]
+        await ended(served, id)
+        lines = [record.message for record in caplog.records if "r1" in record.message]
+        assert len(lines) == 2  # the call, and the work
+        [line] = [line for line in lines if "background" in line]
+        assert "Hello world" in line
+        assert "2 in, 2 out, stop" in line

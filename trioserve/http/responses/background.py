@@ -14,6 +14,7 @@ from trioserve.http.asgi import RequestState
 from trioserve.http.exchange import Exchange
 from trioserve.http.generation import GenerationCall, GenerationService, Order
 from trioserve.http.open_requests import Limits, OpenRequest
+from trioserve.http.request_log import RequestRecord
 from trioserve.http.responses.render import Draft, ResponseCancelled, ResponsesRenderer
 from trioserve.http.responses.store import Kept, Turn
 from trioserve.http.sse import COMMENT
@@ -177,6 +178,9 @@ class BackgroundResponses:
             open_requests = self._service.context.open_requests
             opened = lifetime.enter_context(open_requests.opened(request_id))
             state = RequestState(request_id, Exchange(), lifetime)
+            if self._service.context.config.log.requests:
+                state.record = RequestRecord(self._service.context.config.log)
+                lifetime.callback(_log, state.record, opened)
             call = GenerationCall(self._service, state, opened)
             call.call_answer(draft.head.stem)
             call.submit(order)
@@ -194,6 +198,18 @@ class BackgroundResponses:
             run.log.end()
         self._on_end(run)
         run.ended.set()
+
+
+def _log(record: RequestRecord, opened: OpenRequest) -> None:
+    # The call that asked for it has a line of its own, which knows nothing of the answer.
+    record.write(
+        id=opened.id,
+        method="POST",
+        route="/v1/responses",
+        status=200,
+        seconds=trio.current_time() - opened.opened_s,
+        client=("background",),
+    )
 
 
 async def _answer(call: GenerationCall, run: Run, task_status: trio.TaskStatus[Run]) -> None:
