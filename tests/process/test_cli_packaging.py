@@ -89,6 +89,9 @@ def test_wheel_holds_every_module_and_the_type_marker(checkout: Path, wheel: Pat
         names = set(archive.namelist())
     assert {name for name in names if name.endswith(".py")} == modules_in(checkout)
     assert "trioserve/py.typed" in names
+    page = {path.name for path in checkout.glob("trioserve/http/page/*.*")} - {"__init__.py"}
+    assert "page.html" in page
+    assert {f"trioserve/http/page/{name}" for name in page} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -97,7 +100,7 @@ def test_what_is_imported_is_declared(checkout: Path) -> None:
     with (checkout / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     texts = [*project["dependencies"]]
-    for extra in ("triton", "transformers"):  # imported where they are installed
+    for extra in ("otel", "triton", "transformers"):  # imported where they are installed
         texts += project["optional-dependencies"][extra]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     homes = packages_distributions()
