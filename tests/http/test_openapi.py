@@ -14,12 +14,14 @@ from jsonschema import Draft202012Validator
 from trioserve.config.schema import Config
 from trioserve.engine.api import Phase
 from trioserve.errors import QueueFull, RequestFailed
+from trioserve.http import refused
 from trioserve.http.app import make_app
 from trioserve.http.errors import InvalidBody
 from trioserve.http.fields import Fields
-from trioserve.http.messages.schema import parse_count, parse_messages
+from trioserve.http.messages import schema as messages
 from trioserve.http.openapi.document import MODULES, PATHS, path_of
-from trioserve.http.responses.schema import parse_responses
+from trioserve.http.openapi.requests import NOT_SUPPORTED
+from trioserve.http.responses import schema as responses
 from trioserve.http.routes.tokenization import parse_detokenize, parse_tokenize
 from trioserve.http.sampling_fields import Rules
 from trioserve.http.schema import parse_chat, parse_completion
@@ -147,7 +149,7 @@ BODIES: dict[str, tuple[Callable[[bytes], Any], list[dict[str, Any]]]] = {
         [CHAT | {"stream": True, "stream_options": {"include_usage": True}}],
     ),
     "/v1/responses": (
-        parse_responses,
+        responses.parse_responses,
         [
             {
                 "input": "a",
@@ -158,8 +160,8 @@ BODIES: dict[str, tuple[Callable[[bytes], Any], list[dict[str, Any]]]] = {
             }
         ],
     ),
-    "/v1/messages": (parse_messages, [CHAT | {"model": "fake", "max_tokens": 1}]),
-    "/v1/messages/count_tokens": (parse_count, [CHAT | {"model": "fake"}]),
+    "/v1/messages": (messages.parse_messages, [CHAT | {"model": "fake", "max_tokens": 1}]),
+    "/v1/messages/count_tokens": (messages.parse_count, [CHAT | {"model": "fake"}]),
     "/tokenize": (parse_tokenize, [COMPLETION, CHAT]),
     "/detokenize": (parse_detokenize, [{"tokens": [1]}]),
 }
@@ -185,6 +187,49 @@ async def test_api_15_fields_of_bodies_are_those_that_are_read(path: str) -> Non
     inner = {name for name in read if "." in name and not name.startswith(free)}
     objects = {name.partition(".")[0] for name in inner}
     assert inner == {name for name in described - outer if name.partition(".")[0] in objects}
+
+
+async def test_api_15_fields_that_are_refused_or_ignored_are_described() -> None:
+    async with serving() as served:
+        schemas = (await document_of(served))["components"]["schemas"]
+    for name, tables in (
+        ("CompletionRequest", (refused.COMPLETION_NEUTRAL,)),
+        ("ChatRequest", (refused.CHAT_NEUTRAL,)),
+        ("ResponsesRequest", (responses.NEUTRAL, responses.WITHOUT_EFFECT)),
+        ("MessagesRequest", (messages.NEUTRAL, messages.WITHOUT_EFFECT)),
+        ("CountRequest", (messages.COUNT_NEUTRAL, messages.WITHOUT_EFFECT)),
+    ):
+        known = schemas[name]["properties"].keys()
+        for table in (refused.SHARED_NEUTRAL, refused.WITHOUT_EFFECT, *tables):
+            assert set(table) - known == set()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_api_15_what_the_document_takes_of_refused_fields_is_taken(path: str) -> None:
+    """Each value that a field may have which is not supported, one at a time."""
+    parse, bodies = BODIES[path]
+    async with serving() as served:
+        document = await document_of(served)
+    media = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    schema = document["components"]["schemas"][media["schema"]["$ref"].rpartition("/")[2]]
+    for form, body in zip(schema.get("anyOf", [schema]), bodies, strict=True):
+        for name, field in form["properties"].items():
+            if field.get("description") != NOT_SUPPORTED:
+                continue
+            for value in allowed(field):
+                parse(json.dumps(body | {name: value}).encode())
+            for value in ("x", 7, [7], {"x": 7}, {"type": "x"}, True, False):
+                if not Draft202012Validator(field).is_valid(value):
+                    with pytest.raises(InvalidBody):
+                        parse(json.dumps(body | {name: value}).encode())
+
+
+def allowed(field: dict[str, Any]) -> list[Any]:
+    if "enum" in field:
+        return list(field["enum"])
+    if "properties" in field:
+        return [{"type": kind} for kind in field["properties"]["type"]["enum"]] + [None]
+    return [value for value in ([], {}, None) if Draft202012Validator(field).is_valid(value)]
 
 
 # ------------------------------------------------------------------------------- answers

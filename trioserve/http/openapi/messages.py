@@ -56,6 +56,7 @@ _PROMPT_OPTIONAL: dict[str, Schema] = {
 _IGNORED = requests.IGNORED | {name: anything("Changes no answer here.") for name in WITHOUT_EFFECT}
 _COUNT_NEUTRAL: dict[str, Schema] = {
     **requests.NEUTRAL,
+    **requests.ELSEWHERE,
     "thinking": of_type("disabled"),
     "tools": EMPTY_ARRAY,
     "tool_choice": of_type("auto", "none"),

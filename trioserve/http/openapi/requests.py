@@ -200,7 +200,29 @@ CHAT_NEUTRAL: dict[str, Schema] = {
     "media_io_kwargs": EMPTY_OBJECT,
     "mm_processor_kwargs": EMPTY_OBJECT,
     "mm_payload": EMPTY_OBJECT,
+    "moderation": NOTHING,
 }
+ELSEWHERE: dict[str, Schema] = {
+    "add_generation_prompt": only(True),
+    "add_special_tokens": only(False),
+    "best_of": only(1),
+    "chat_template": NOTHING,
+    "continue_final_message": only(False),
+    "documents": EMPTY_ARRAY,
+    "echo": only(False),
+    "include_timings": only(False),
+    "logprobs": only(False),
+    "n": only(1),
+    "prompt_logprobs": NOTHING,
+    "reasoning_effort": NOTHING,
+    "request_id": NOTHING,
+    "return_prompt_text": only(False),
+    "return_token_ids": only(False),
+    "return_tokens_as_token_ids": only(False),
+    "truncate_prompt_tokens": NOTHING,
+}
+"""Fields of the routes described here, as others take them."""
+
 IGNORED: dict[str, Schema] = {name: anything("Changes no answer here.") for name in WITHOUT_EFFECT}
 
 _MESSAGE = body(

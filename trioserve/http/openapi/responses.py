@@ -55,8 +55,9 @@ _METADATA = mapping(
 )
 _NEUTRAL: dict[str, Schema] = {
     **requests.NEUTRAL,
+    **requests.ELSEWHERE,
+    "max_tokens": NOTHING,
     "tools": EMPTY_ARRAY,
-    "n": only(1),
     "conversation": NOTHING,
     "prompt": NOTHING,
     "context_management": EMPTY_ARRAY,
