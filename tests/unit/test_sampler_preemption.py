@@ -62,9 +62,12 @@ class Table:
     def __init__(self) -> None:
         self._rows = torch.randn(MAX_LEN + 1, 8, VOCAB, generator=torch.Generator().manual_seed(1))
 
-    def forward(self, token_ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+    def hidden(self, token_ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
         rows = rest[-1]
         return self._rows[positions[rows], token_ids[rows] % 8] * 2
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 class Session:

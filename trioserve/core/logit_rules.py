@@ -18,6 +18,8 @@ from trioserve.core.bad_words import BadWords
 from trioserve.core.penalties import PenalisedRow, Penalties, TokenCounts
 from trioserve.sampling_params import SamplingParams
 
+_NO_IDS = np.zeros(0, np.int64)
+
 
 class History:
     """The answer of one sequence so far, as the sampler has chosen it.
@@ -63,13 +65,17 @@ class History:
 
 @dataclass(frozen=True)
 class RowRules:
-    """The rules of one sequence. ``history`` is there if a rule depends on the answer."""
+    """The rules of one sequence; arrays of ids are int64 [n]."""
 
     sampling: SamplingParams
+    allowed_ids: np.ndarray | None  # None: all
     bad_words: BadWords
-    end_ids: list[int]  # masked at positions before ``first_end``
+    banned_ids: np.ndarray  # bad words of one token
+    end_ids: np.ndarray  # masked at positions before ``first_end``
     first_end: int
-    history: History | None
+    bias_ids: np.ndarray
+    bias: np.ndarray  # float32, for each of ``bias_ids``
+    history: History | None  # there if a rule depends on the answer
 
 
 def make_rules(
@@ -105,7 +111,22 @@ def make_rules(
             seen = token_ids[:num_prompt_tokens] if sampling.repetition_penalty != 1 else ()
             counts = TokenCounts(seen)
         history = History(num_prompt_tokens, token_ids[num_prompt_tokens:], counts)
-    return RowRules(sampling, bad_words, ends, num_prompt_tokens + sampling.min_tokens, history)
+    allowed = sampling.allowed_token_ids
+    return RowRules(
+        sampling=sampling,
+        allowed_ids=None if allowed is None else _ids(allowed),
+        bad_words=bad_words,
+        banned_ids=_ids(bad_words.always),
+        end_ids=_ids(ends),
+        first_end=num_prompt_tokens + sampling.min_tokens,
+        bias_ids=_ids(sampling.logit_bias),
+        bias=np.array(list(sampling.logit_bias.values()), np.float32),
+        history=history,
+    )
+
+
+def _ids(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), np.int64)
 
 
 def _is_penalised(sampling: SamplingParams) -> bool:
@@ -159,25 +180,22 @@ class BatchRules:
 
     def __init__(self, rows: list[tuple[int, RowRules]], device: torch.device) -> None:
         self._device = device
-        limited = [
-            (i, ids) for i, rules in rows if (ids := rules.sampling.allowed_token_ids) is not None
-        ]
+        limited = [(i, rules.allowed_ids) for i, rules in rows if rules.allowed_ids is not None]
         self._limited = torch.tensor([i for i, _ in limited], dtype=torch.int64, device=device)
         self._allowed = self._pairs(limited)
-        self._banned = self._pairs([(i, rules.bad_words.always) for i, rules in rows])
-        histories = [(i, rules.history) for i, rules in rows if rules.history is not None]
-        self._histories = histories
+        self._banned = self._pairs([(i, rules.banned_ids) for i, rules in rows])
+        self._histories = [(i, rules.history) for i, rules in rows if rules.history is not None]
         self._cautious = [
             (i, rules.bad_words, rules.history)
             for i, rules in rows
             if rules.bad_words.needs_output and rules.history is not None
         ]
-        self._ends = [(i, rules) for i, rules in rows if rules.end_ids]
+        self._ends = [(i, rules) for i, rules in rows if len(rules.end_ids)]
         self._ending: list[int] = []
         self._ending_ids = self._pairs([])
-        self._biased = self._pairs([(i, rules.sampling.logit_bias) for i, rules in rows])
-        bias = [value for _, rules in rows for value in rules.sampling.logit_bias.values()]
-        self._bias = torch.tensor(bias, dtype=torch.float32, device=device)
+        self._biased = self._pairs([(i, rules.bias_ids) for i, rules in rows])
+        bias = np.concatenate([rules.bias for _, rules in rows])
+        self._bias = torch.from_numpy(bias).to(device)
         penalised = [
             PenalisedRow(
                 index=i,
@@ -211,7 +229,8 @@ class BatchRules:
         self._mask(self._banned, logits, changes)
         if self._cautious:
             after = [
-                (i, words.banned_after(history.output)) for i, words, history in self._cautious
+                (i, _ids(bad_words.banned_after(history.output)))
+                for i, bad_words, history in self._cautious
             ]
             self._mask(self._pairs(after), logits, changes)
         self._mask(self._end_pairs(changes.ending), logits, changes)
@@ -252,13 +271,8 @@ class BatchRules:
             )
         return self._ending_ids
 
-    def _pairs(self, parts: Sequence[tuple[int, Iterable[int]]]) -> tuple[Tensor, Tensor]:
-        """Rows and distinct ids in each, int64 [n] both, of all parts."""
-        rows: list[int] = []
-        ids: list[int] = []
-        for index, part in parts:
-            distinct = dict.fromkeys(part)
-            rows += [index] * len(distinct)
-            ids += distinct
-        both = torch.from_numpy(np.array([rows, ids], np.int64)).to(self._device)
-        return both[0], both[1]
+    def _pairs(self, parts: list[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
+        """Rows and ids, int64 [n] both, of all ids of all parts."""
+        rows = np.repeat(_ids(i for i, _ in parts), [len(ids) for _, ids in parts])
+        ids = np.concatenate([_NO_IDS, *(ids for _, ids in parts)])
+        return torch.from_numpy(rows).to(self._device), torch.from_numpy(ids).to(self._device)

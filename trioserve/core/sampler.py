@@ -180,19 +180,15 @@ class Sampler:
         else:
             changes, best, chosen = _apply(rules, positions, logits)
         if prepared.free or prepared.cut:
-            where = torch.tensor(positions, device=self._device)
-            for params in prepared.free:
-                chosen[params.rows] = self._sample_free(params, where, logits, best)
-            for params in prepared.cut:
-                chosen[params.rows] = self._sample_cut(params, where, logits, best)
+            self._draw(prepared, positions, logits, best, chosen)
         tokens = chosen.tolist()
+        if rules is not None:
+            rules.note(positions, tokens)
         logprobs: dict[int, TokenLogprobs] = {}
         if prepared.logprobs:
             if changes is not None:
                 changes.restore(logits)
             logprobs = self._logprobs(prepared.logprobs, logits, tokens)
-        if rules is not None:
-            rules.note(positions, tokens)
         results = [
             SampledRow(id, token_id, logprobs.get(index))
             for index, (id, token_id) in enumerate(zip(ids, tokens, strict=True))
@@ -270,6 +266,21 @@ class Sampler:
         )
 
     # -------------------------------------------------------------------------- sampling
+
+    def _draw(
+        self,
+        prepared: _Prepared,
+        positions: list[int],
+        logits: Tensor,
+        best: Tensor,
+        chosen: Tensor,
+    ) -> None:
+        """Put the tokens of all rows that are not greedy into ``chosen``."""
+        where = torch.tensor(positions, device=self._device)
+        for params in prepared.free:
+            chosen[params.rows] = self._sample_free(params, where, logits, best)
+        for params in prepared.cut:
+            chosen[params.rows] = self._sample_cut(params, where, logits, best)
 
     def _sample_free(
         self, params: _Params, positions: Tensor, logits: Tensor, best: Tensor
