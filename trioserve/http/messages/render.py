@@ -12,6 +12,11 @@ from trioserve.engine.api import TextDelta, Usage
 from trioserve.errors import RequestError
 from trioserve.http.messages.errors import error_event
 
+DELTA = (
+    b"event: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}\n\n'
+)
+
 
 @attrs.frozen
 class Head:
@@ -50,8 +55,7 @@ class MessagesRenderer:
             self._finish = stop_fields(delta.finish_reason, delta.stop_reason)
         if not delta.text:
             return b""
-        shown = {"type": "text_delta", "text": delta.text}
-        return _event("content_block_delta", index=0, delta=shown)
+        return DELTA % orjson.dumps(delta.text)
 
     def closing(self, usage: Callable[[], Usage]) -> bytes:
         """The end of the block, why it ended with the usage, the end of the message."""
