@@ -38,8 +38,12 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0;
 th { color: var(--dim); font-weight: 500; border-top: 0; }
 td:first-child { white-space: nowrap; }
 details > summary { cursor: pointer; } td td:first-child { white-space: normal; }
+@media (max-width: 40rem) { tr, td { display: block; } th { display: none; }
+  tr { border-top: 1px solid var(--line); padding: .4rem 0; } td { border: 0; padding: .1rem 0; }
+  td:first-child { white-space: normal; } }
 """
 _NUM_ENUM_SHOWN = 24
+_FAR = 2**31
 
 
 def render(document: dict[str, Any]) -> str:
@@ -191,23 +195,32 @@ def _type(schema: Schema) -> str:
 def _one_type(kind: str, schema: Schema) -> str:
     if kind == "array":
         items = _type(schema["items"]) if schema.get("items") else "anything"
-        return f"array of {items}{_bounds(schema, 'minItems', 'maxItems')}"
+        return f"array of {items}{_bounds(schema, 'minItems', 'maxItems', ' items')}"
     if kind in ("integer", "number"):
-        return kind + _bounds(schema, "minimum", "maximum")
+        return kind + _bounds(schema, "minimum", "maximum", "")
     if kind == "string":
-        return kind + _bounds(schema, "minLength", "maxLength")
+        return kind + _bounds(schema, "minLength", "maxLength", " characters")
     return kind
 
 
-def _bounds(schema: Schema, low: str, high: str) -> str:
-    least, most = schema.get(low), schema.get(high)
-    if least is None and most is None:
+def _bounds(schema: Schema, low: str, high: str, unit: str) -> str:
+    """The range, without ends so far away that they say nothing."""
+    least, most = (_end(schema.get(name)) for name in (low, high))
+    if not least and not most:
         return ""
-    if most is None:
-        return f" <span class=dim>≥ {least}</span>"
-    if least is None:
-        return f" <span class=dim>≤ {most}</span>"
-    return f" <span class=dim>{least} … {most}</span>"
+    if not most:
+        text = f"at least {least}"
+    elif not least or (least == "0" and unit):
+        text = f"at most {most}"
+    else:
+        text = f"{least} to {most}"
+    return f" <span class=dim>({text}{unit})</span>"
+
+
+def _end(value: float | None) -> str:
+    if value is None or abs(value) >= _FAR:
+        return ""
+    return str(int(value) if value == int(value) else value)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
