@@ -260,6 +260,23 @@ def test_what_is_no_trioserve_is_not_taken_for_one(
     phase(page).to_have_text("Ready")
 
 
+def test_a_server_of_another_version_asks_for_a_reload(
+    server: Server, visit: Callable[..., Visit], startup: dict[str, Any]
+) -> None:
+    page = visit().page
+    page.goto(server.url)
+    phase(page).to_have_text("Ready")
+    pretend(page, "/version", lambda: {"version": "9.9"})
+    pretend(page, "/startup", lambda: startup | {"uptime_s": 0.1})  # started anew
+    expect(page.locator("#version")).to_have_text("9.9 · reload for its page")
+    pretend(page, "/startup", lambda: startup | {"stages": [{"title": "of another kind"}]})
+    expect(page.locator("#notice")).to_have_text(
+        "The server's answers are not understood. Reload the page."
+    )
+    page.unroute("**/startup")
+    phase(page).to_have_text("Ready")  # it goes on looking
+
+
 def test_nobody_is_asked_while_nobody_looks(server: Server, visit: Callable[..., Visit]) -> None:
     visited = visit()
     page = visited.page

@@ -4,6 +4,7 @@ const EVERY_MS = 1000;
 
 let history = new History();
 let version = null;
+let firstVersion = null; // of the server that this document came from
 let silentSince = null;
 let lastPhase = null;
 let round = 0; // which loop of looks is the one that counts
@@ -76,14 +77,24 @@ async function lookOnce(mine) {
     return;
   }
   if (mine !== round) return;
+  try {
+    draw(seen);
+  } catch (error) {
+    console.error(error);
+    drawPhase("offline", "The server's answers are not understood. Reload the page.");
+  }
+  drawComposer();
+}
+
+function draw(seen) {
   silentSince = null;
   lastPhase = seen.startup.phase;
   history.add(seen);
   if (history.looks.length === 1) clearLines();
-  setText($("version"), version);
+  firstVersion ??= version;
+  setText($("version"), version === firstVersion ? version : `${version} · reload for its page`);
   drawStartup(seen.startup);
   drawReading(makeReading(history), seen.startup.info);
-  drawComposer();
 }
 
 function drawSilence(error) {
