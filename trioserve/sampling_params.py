@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     The order in which the worker applies what changes logits is told in docs/sampling.md.
     Presence and frequency penalties count the output, the repetition penalty prompt and output.
     ``logit_bias`` maps token ids to what is added; ``allowed_token_ids`` of None allows all;
-    ``bad_words`` are texts of which none is ever completed. ``logprob_token_ids`` are tokens
+    ``bad_words`` are texts whose tokens are never completed. ``logprob_token_ids`` are tokens
     whose log probability is wanted at each position beside the best. ``prompt_logprobs`` of k
     asks for those of the prompt's tokens, with the k best at each position.
     """
