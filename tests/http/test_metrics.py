@@ -10,7 +10,7 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from trioserve.config.schema import Config
-from trioserve.engine.api import Phase, TextDelta, Timings
+from trioserve.engine.api import Phase, TextDelta, Timings, Usage
 from trioserve.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -162,6 +162,20 @@ async def test_a_whole_answer_of_several_choices_and_prompts(
             "time_per_output_token_seconds_count": 3,  # one token has no next
             "time_per_output_token_seconds_sum": 12,
         }
+
+
+async def test_cached_tokens_are_those_of_each_prompts_first_choice(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others find what the first has computed, which nobody would call a hit."""
+    usage = property(lambda stream: Usage(9, 1, [4, 8][stream.id % 2]))
+    monkeypatch.setattr(FakeStream, "usage", usage)
+    async with serving_in_memory() as served:
+        before = await scrape(served)
+        body = BODY | {"prompt": ["hello", "you"], "n": 2}
+        assert (await (await ask(served, body)).answer()).status == 200
+        found = changes(before, await scrape(served))
+        assert found["prompt_tokens_cached_total"] == 4 + 4
 
 
 # ------------------------------------------------------------------------------------ streams
