@@ -55,10 +55,11 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         raise InvalidBody([("", f"the body must be a JSON object, not {kind_of(body)}")])
     if len(body) > MAX_FIELDS:
         raise InvalidBody([("", f"the body has {len(body)} fields; {MAX_FIELDS} are the most")])
-    if len(raw) <= SMALL_BODY_BYTES and num_nested <= MAX_DEPTH:
+    is_flat = num_nested <= MAX_DEPTH
+    if is_flat and len(raw) <= SMALL_BODY_BYTES:
         _refuse_twice_given_keys(raw)
     else:
-        num_keys = len(body) if raw.count(b"{") == 1 else _num_keys(body)
+        num_keys = len(body) if is_flat and raw.count(b"{") == 1 else _num_keys(body)
         # Whatever follows a key's last quote is here; what is inside texts is counted as well.
         if num_keys != sum(map(raw.count, (b'":', b'" ', b'"\n', b'"\t', b'"\r'))):
             _refuse_twice_given_keys(raw)
