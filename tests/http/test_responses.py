@@ -252,6 +252,20 @@ async def test_official_client_keeps_a_conversation() -> None:
         assert items[1]["content"][0]["text"] == "Hello world"
 
 
+async def test_what_a_query_asks_for_is_there_or_refused() -> None:
+    async with serving() as served:
+        path = f"{PATH}/{(await made(served))['id']}"
+        logprobs = "include[]=message.output_text.logprobs"
+        for query in (logprobs, "include_obfuscation=false", "stream=false"):
+            assert (await served.call("GET", f"{path}?{query}")).status == 200
+        for query in ("include[]=x", "include=x", "include_obfuscation=true", "stream=1"):
+            answer = await served.call("GET", f"{path}?{query}")
+            assert answer.status == 400, query
+            assert query.startswith(answer.json["error"]["param"])
+        for query in ("starting_after=-1", "starting_after=x", "starting_after=99999999999"):
+            assert (await served.call("GET", f"{path}?stream=true&{query}")).status == 400
+
+
 async def test_what_was_not_stored_is_not_found() -> None:
     async with serving() as served:
         response = await made(served, store=False)

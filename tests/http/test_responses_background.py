@@ -12,6 +12,7 @@ from trio.testing import MockClock
 
 from trioserve.config.schema import LogConfig
 from trioserve.errors import QueueFull, RequestFailed
+from trioserve.http.responses.store import ResponseStore
 
 from .client import serving
 from .fake_engine import FakeEngine
@@ -302,3 +303,18 @@ async def test_its_answer_is_in_the_log_of_requests(caplog: pytest.LogCaptureFix
         [line] = [line for line in lines if "background" in line]
         assert "Hello world" in line
         assert "2 in, 2 out, stop" in line
+
+
+async def test_what_cannot_be_kept_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine) as served:
+        id = (await served.call("POST", PATH, ASKED)).json["id"]
+        monkeypatch.setattr(ResponseStore, "put", lambda self, kept: 1 / 0)
+        engine.streams[0].say("a", finish="stop")
+        with trio.fail_after(2):
+            while (await served.call("GET", f"{PATH}/{id}")).status != 404:
+                pass
+        assert "is not kept" in caplog.text
+        assert (await served.call("GET", "/health")).status == 200

@@ -196,7 +196,10 @@ class BackgroundResponses:
         del self._runs[run.id]
         if run.log is not None:
             run.log.end()
-        self._on_end(run)
+        try:
+            self._on_end(run)
+        except Exception:  # it would end the server
+            log.exception("background response %s is not kept", run.id)
         run.ended.set()
 
 

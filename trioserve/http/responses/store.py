@@ -14,6 +14,7 @@ import orjson
 from trioserve.errors import RequestError
 
 ITEM_OVERHEAD_BYTES = 512  # of an entry beside its texts, roughly
+EVENT_OVERHEAD_BYTES = 64
 MAX_SHOWN = 80  # characters of an id that a client chose
 
 
@@ -111,7 +112,9 @@ class Kept:
     @property
     def num_bytes(self) -> int:
         """What it takes, without its turn."""
-        return len(self.raw) + ITEM_OVERHEAD_BYTES + sum(map(len, self.events or ()))
+        events = self.events or ()
+        of_events = sum(map(len, events)) + EVENT_OVERHEAD_BYTES * len(events)
+        return len(self.raw) + ITEM_OVERHEAD_BYTES + of_events
 
 
 class ResponseStore:

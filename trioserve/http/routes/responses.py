@@ -23,7 +23,7 @@ from trioserve.http.responses.background import BackgroundResponses, EventLog, L
 from trioserve.http.responses.items import Item, with_ids
 from trioserve.http.responses.prompt import fit_prompt
 from trioserve.http.responses.render import Draft, Head, ResponsesRenderer
-from trioserve.http.responses.schema import ResponsesRequest, parse_responses
+from trioserve.http.responses.schema import INCLUDABLE, ResponsesRequest, parse_responses
 from trioserve.http.responses.store import Kept, ResponseNotFound, ResponseStore, Turn
 from trioserve.http.routes import request_state
 from trioserve.http.sampling_fields import Rules
@@ -176,7 +176,10 @@ class ResponseRoutes:
 
     async def retrieve(self, response_id: str) -> Response:
         """One response as it is now, or its events from one on."""
+        _check_include()
         stream, first = _flag("stream"), _number("starting_after", -1) + 1
+        if _flag("include_obfuscation"):
+            raise InvalidRequest("events have no obfuscation", param="include_obfuscation")
         if stream:
             return self._follow(self._events(response_id), first)
         run = self._background.get(response_id)
@@ -264,6 +267,16 @@ def _choice(name: str, default: str, *choices: str) -> str:
 
 def _flag(name: str) -> bool:
     return _choice(name, "false", "true", "false") == "true"
+
+
+def _check_include() -> None:
+    # A kept response shows all that it was made with, so there is nothing to add.
+    for name in (*request.args.getlist("include"), *request.args.getlist("include[]")):
+        if name not in INCLUDABLE:
+            raise InvalidRequest(
+                f"include: {shown(name)} is not known; known: {', '.join(INCLUDABLE)}",
+                param="include",
+            )
 
 
 def _number(name: str, default: int, *, low: int = 0, high: int = 2**31) -> int:
