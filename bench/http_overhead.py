@@ -52,6 +52,7 @@ TARGETS = (
     ("steady", "probe_p99_ms", 50.0, False),
     ("behind", "probe_p99_ms", 50.0, False),
     ("small", "us_per_request", 1000.0, False),
+    ("small", "us_per_scrape", 50_000.0, False),
     ("refused", "probe_worst_ms", 200.0, False),
     ("refused", "gap_worst_ms", 300.0, False),
 )
@@ -161,7 +162,7 @@ async def streams(args: argparse.Namespace, step_s: float) -> dict[str, Any]:
 
 
 async def small(args: argparse.Namespace) -> dict[str, Any]:
-    """Requests for one token, one after another on one connection."""
+    """Requests for one token, one after another on one connection, and scrapes."""
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     async with running(8, 0.0) as found:
         client = Client(found.target)
@@ -177,10 +178,15 @@ async def small(args: argparse.Namespace) -> dict[str, Any]:
             if status != 200:
                 raise SystemExit(f"http_overhead: a small request was answered with {status}")
         cpu_s, took_s = cpu_s_of(found.pid) - cpu_s, trio.current_time() - began
+        scrapes_s = cpu_s_of(found.pid)
+        for _ in range(args.requests // 5):
+            await client.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        scrapes_s = cpu_s_of(found.pid) - scrapes_s
         client.close()
     return {
         "us_per_request": round(cpu_s / args.requests * 1e6, 1),
         "ms_per_answer": round(took_s / args.requests * 1e3, 2),
+        "us_per_scrape": round(scrapes_s / (args.requests // 5) * 1e6, 1),
         "chat": float(request is chat),
     }
 
