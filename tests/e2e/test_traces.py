@@ -77,7 +77,7 @@ def test_a_collector_that_is_not_there_keeps_nobody(tmp_path: Path) -> None:
         began = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 14
         server.assert_nothing_left()
         assert "were not sent" in server.log or "did not take them" in server.log
 
@@ -97,7 +97,7 @@ def test_series_of_a_real_request(tmp_path: Path) -> None:
         assert server.post("/v1/completions", **BODY).status_code == 200
         found = figures(server)
         assert found["request_prefill_seconds_sum"] >= 0.02
-        assert found["request_queue_seconds_sum"] < found["request_prefill_seconds_sum"] + 1
+        assert 0 <= found["request_queue_seconds_sum"] < 10
         assert found["request_decode_seconds_sum"] >= 9 * 0.02
         assert found["time_per_output_token_seconds_sum"] >= 0.02
         assert found["step_seconds_count"] == 10

@@ -59,7 +59,7 @@ async def traced(
 ) -> AsyncIterator[Traced]:
     """A server whose spans are in memory; all of them once the block is left."""
     engine, exporter = engine or FakeEngine(), InMemorySpanExporter()
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with open_tracer(config, engine, lambda c: SpanSender(c, exporter)) as tracer:
             assert tracer is not None
             async with serving_in_memory(engine, tracer=tracer) as served:
@@ -309,7 +309,7 @@ class Stuck(Sender):
 
     def send(self, traces: Sequence[RequestTrace]) -> tuple[int, bool]:
         self.began.set()
-        self.closed.wait(10)
+        self.closed.wait(60)
         return len(traces), False
 
     def close(self) -> None:
@@ -322,7 +322,7 @@ async def test_what_a_stuck_collector_leaves_over_is_dropped_and_counted(
     monkeypatch.setattr(tracer_module, "LAST_FLUSH_S", 0.05)
     sender = Stuck(ON)
     config = attrs.evolve(ON, max_queue=3)
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         async with open_tracer(config, FakeEngine(), lambda c: sender) as tracer:
             assert tracer is not None
             tracer.add(make_trace(tracer))
@@ -337,7 +337,7 @@ async def test_what_a_stuck_collector_leaves_over_is_dropped_and_counted(
 
 async def test_cancellation_waits_for_nothing() -> None:
     sender = Stuck(ON)
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         with trio.CancelScope() as scope:
             async with open_tracer(ON, FakeEngine(), lambda c: sender) as tracer:
                 assert tracer is not None
@@ -351,7 +351,7 @@ async def test_cancellation_waits_for_nothing() -> None:
 async def test_a_full_batch_is_sent_at_once() -> None:
     exporter = InMemorySpanExporter()
     config = attrs.evolve(ON, interval_s=1000.0)
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with open_tracer(config, FakeEngine(), lambda c: SpanSender(c, exporter)) as tracer:
             assert tracer is not None
             for _ in range(tracer_module.BATCH):
@@ -395,7 +395,7 @@ async def test_otlp_over_http(status: int, caplog: pytest.LogCaptureFixture) -> 
             received.append(await receive(stream, status))
 
     engine = FakeEngine(script=timed)
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.serve_listeners, collect, listeners)
             async with open_tracer(config, engine) as tracer:
