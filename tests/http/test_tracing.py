@@ -168,6 +168,7 @@ async def test_text_is_in_the_spans_only_if_wanted(content: bool) -> None:
     everything = "".join(span.to_json() for span in spans)
     assert ("secret" in everything) is content
     assert ("Hello" in everything) is content
+    assert len(engine.decoded) == int(content)  # nor is it kept, or made
     if content:
         (root,) = [span for span in spans if span.kind is SpanKind.SERVER]
         assert root.attributes is not None
