@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 
-from trioserve.engine.api import Phase
+from trioserve.engine.api import Phase, TextDelta
+from trioserve.engine.engine import Engine
+from trioserve.engine.requests import RequestStream
 from trioserve.engine.supervisor import open_engine
 from trioserve.errors import (
     ContextLengthExceeded,
@@ -25,6 +28,7 @@ from trioserve.ipc.messages import (
     Command,
     Delta,
     StepOutput,
+    TokenLogprobs,
     Work,
     WorkFailed,
 )
@@ -218,3 +222,82 @@ async def test_check_is_answered_or_refused() -> None:
         assert (await engine.check()).fault == ""
     with pytest.raises(NotReady):
         await engine.check()
+
+
+# ------------------------------------------------------------------ readers that are far behind
+
+
+async def pushed(engine: Engine, sampling: SamplingParams, deltas: list[Delta]) -> RequestStream:
+    """A request whose deltas have all come before anybody reads."""
+    stream = engine.submit([1, 5, 6], sampling)
+    for delta in deltas:
+        delta = msgspec.structs.replace(delta, id=stream.id)
+        engine.on_step(StepOutput(0, [delta], STATS))
+    return stream
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(None, 256), (0, 256), (20, 12)])
+async def test_a_reader_far_behind_gives_others_their_turn(num_top: int | None, most: int) -> None:
+    sampling = SamplingParams(logprobs=num_top, max_tokens=1000)
+    top = [(id, -1.0) for id in range(num_top or 0)]
+    scores = None if num_top is None else [TokenLogprobs(70, -1.0, 1, top)]
+    deltas = [Delta(0, [70], None, None, scores) for _ in range(600)]
+    deltas.append(Delta(0, [70], "length", None, scores))
+    async with open_engine(make_config(), worker_factory=Workers(serve_nothing)) as engine:
+        stream = await pushed(engine, sampling, deltas)
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            parts = [delta async for delta in stream]
+            nursery.cancel_scope.cancel()
+        assert max(len(part.token_ids) for part in parts) == most
+        assert sum(len(part.token_ids) for part in parts) == 601
+        assert turns >= len(parts) - 2 == -(-601 // most) - 2
+        assert parts[-1].finish_reason == "length"
+
+
+async def serve_nothing(fake: FakeWorker) -> None:
+    await become_ready(fake)
+    await until_end(fake)
+
+
+@pytest.mark.parametrize("after", range(8))
+async def test_prompt_scores_come_whole_whenever_a_read_is_cancelled(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trioserve.engine.requests.BURST", 2)
+    parts: list[TextDelta] = []
+    scores = [None, TokenLogprobs(5, -1.0, 3, []), TokenLogprobs(6, -2.0, 1, [(6, -2.0)])]
+    deltas = [
+        Delta(0, []),
+        Delta(0, [70], prompt_logprobs=scores, num_cached_tokens=0),
+        Delta(0, [71], "length"),
+    ]
+    async with open_engine(make_config(), worker_factory=Workers(serve_nothing)) as engine:
+        stream = await pushed(engine, SamplingParams(prompt_logprobs=1), deltas)
+        async with trio.open_nursery() as nursery:
+
+            async def read() -> None:
+                parts.append(await anext(stream))
+
+            nursery.start_soon(read)
+            for _ in range(after):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        with trio.fail_after(5):
+            parts += [delta async for delta in stream]
+        first, *rest = parts
+        entries = first.prompt_logprobs
+        assert entries is not None
+        assert entries[0] is None
+        found = [(e.token_id, e.logprob, e.rank) for e in entries if e is not None]
+        assert found == [(5, -1.0, 3), (6, -2.0, 1)]
+        assert all(delta.prompt_logprobs is None for delta in rest)
+        assert sum(len(delta.token_ids) for delta in [first, *rest]) == 2

@@ -57,7 +57,7 @@ class EngineStatus:
     steps: StepTally | None = None  # of all workers so far
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """One token of the answer with its log probability and the best alternatives.
 
     ``token_bytes`` are the raw bytes the token stands for; joined over a stream they are the
@@ -128,9 +128,9 @@ class RequestStream(Protocol):
     async def __aexit__(self, *args: object) -> None: ...
     def __aiter__(self) -> RequestStream: ...
     async def __anext__(self) -> TextDelta:
-        """All that came since the last call as one delta; waits only if there is nothing.
+        """What came since the last call as one delta; waits only if there is nothing.
 
-        Cancellation loses nothing: the next call returns it.
+        A reader that is hundreds of tokens behind gets them in several. Cancellation loses nothing: the next call returns it.
 
         Raises:
             RequestFailed: the worker failed this request, or died under it.

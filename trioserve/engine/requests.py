@@ -10,13 +10,17 @@ import trio
 
 from trioserve.engine.api import TextDelta, Timings, Usage
 from trioserve.errors import RequestError
-from trioserve.ipc.messages import Delta, Work
+from trioserve.ipc.messages import Delta, TokenLogprobs, Work
 from trioserve.text.stream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trioserve.text.tokenizer import Tokenizer
+
+
+BURST = 256
+"""Tokens, or log probabilities, that are worked on before others get their turn."""
 
 
 class Sent(enum.Enum):
@@ -32,9 +36,13 @@ class Mailbox:
 
     Deltas coalesce in a list, so the engine never waits for a slow reader; a request's own
     ``max_tokens`` bounds it.
+
+    Args:
+        most: deltas given out at once, so that a reader far behind does not hold up the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = BURST) -> None:
+        self._most = most
         self._deltas: list[Delta] = []
         self._error: RequestError | None = None
         self._wake = trio.Event()
@@ -51,7 +59,9 @@ class Mailbox:
         self._wake.set()
 
     async def take(self) -> Delta:
-        """All deltas since the last call, merged into one; waits only if there is none.
+        """What came since the last call, merged into one delta; waits only if there is nothing.
+
+        Of very much it gives the beginning, and the rest next time, after a checkpoint.
 
         Cancellation loses nothing.
 
@@ -71,7 +81,7 @@ class Mailbox:
                 await self._wake.wait()
         finally:
             self._being_read = False
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas = self._deltas[: self._most], self._deltas[self._most :]
         return deltas[0] if len(deltas) == 1 else merge(deltas)
 
 
@@ -104,7 +114,9 @@ class RequestStream:
     def __init__(self, work: Work, tokenizer: Tokenizer, abort: Callable[[int], None]) -> None:
         self.work = work
         self.sent = Sent.QUEUED
-        self.mailbox = Mailbox()
+        sampling = work.sampling
+        num_logprobs = len(sampling.logprob_token_ids) + (sampling.logprobs or 0)
+        self.mailbox = Mailbox(max(1, BURST // (1 + num_logprobs)))
         self.created_s = time.monotonic()
         # Only the Engine writes these three.
         self.started_s: float | None = None  # when a step worked on it first
@@ -161,9 +173,9 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> TextDelta:
-        """All that came since the last call as one delta; waits only if there is nothing.
+        """What came since the last call as one delta; waits only if there is nothing.
 
-        Cancellation loses nothing: the next call returns it.
+        A reader that is hundreds of tokens behind gets them in several. Cancellation loses nothing: the next call returns it.
 
         Raises:
             RequestFailed: the worker failed this request, or died under it.
@@ -177,12 +189,24 @@ class RequestStream:
             delta = await self.mailbox.take()
             if delta.num_cached_tokens is not None:
                 self._cached_tokens = delta.num_cached_tokens
+            if delta.prompt_logprobs is not None:
+                await self._read_prompt(delta.prompt_logprobs)
             text = self._text.push(delta)
             if self._text.finished:
                 self._finished = True
                 self.close()  # a stop string ends it before the worker knows
             if text is not None:
                 return text
+
+    async def _read_prompt(self, scores: list[TokenLogprobs | None]) -> None:
+        """Take in a prompt's log probabilities, a few at a time. Cancellation waits for it: a
+        delta that has been taken must not be lost."""
+        token_ids = self.work.prompt_token_ids
+        size = max(1, BURST // (1 + (self.work.sampling.prompt_logprobs or 0)))
+        for start in range(0, len(scores), size):
+            part = slice(start, start + size)
+            self._text.push_prompt(token_ids[part], scores[part])
+            await trio.lowlevel.cancel_shielded_checkpoint()
 
     def close(self) -> None:
         """Abort if still running. Idempotent, never fails, never waits."""

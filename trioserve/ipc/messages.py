@@ -143,7 +143,7 @@ class ReadyInfo(_Message, frozen=True):
         return self.num_blocks * self.block_size
 
 
-class TokenLogprobs(_Message, frozen=True):
+class TokenLogprobs(_Message, frozen=True, gc=False):
     """Log probabilities at one position: of the chosen token, and of the best k, best first."""
 
     token_id: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Sequence
 
 
@@ -12,7 +11,8 @@ class StopMatcher:
 
     The state is the longest end of the text that begins a stop string, and exactly that is held
     back: the text itself need not be kept, since it is the beginning of a known stop string. The
-    work is linear in the text and does not depend on what came before.
+    work is linear in the text and does not depend on what came before. States are made as deep as
+    a text has come, so that long stop strings that never show cost nothing.
 
     The match that completes first wins, among several that complete at the same character the
     first in the list. With ``include`` the stop string is part of the text, so nothing is held.
@@ -23,7 +23,9 @@ class StopMatcher:
         "_children",
         "_depth",
         "_fail",
+        "_first_leaf",
         "_include",
+        "_leaves",
         "_matched",
         "_starts",
         "_state",
@@ -44,9 +46,11 @@ class StopMatcher:
         self._fail = [0]
         self._best = [-1]
         self._word = [0]
-        for index, stop in enumerate(self._stops):
-            self._add(index, stop)
-        self._link()
+        # The deepest states so far, whose successors are not made yet: from which number on they
+        # lie, and which stop strings go through each.
+        self._first_leaf = 0
+        self._leaves: list[tuple[int, list[int]]] = [(0, list(range(len(self._stops))))]
+        self._deepen()
         first_chars = "".join(re.escape(char) for char in self._children[0])
         self._starts = re.compile(f"[{first_chars}]" if first_chars else "(?!)")
 
@@ -98,6 +102,8 @@ class StopMatcher:
                 position = candidate.start()
             char = text[position]
             position += 1
+            if state >= self._first_leaf:
+                self._deepen()
             while (following := children[state].get(char)) is None and state:
                 state = fail[state]
             state = following or 0
@@ -109,32 +115,37 @@ class StopMatcher:
     def _begin_of(self, state: int, num_chars: int) -> str:
         return self._stops[self._word[state]][:num_chars] if num_chars else ""
 
-    def _add(self, index: int, stop: str) -> None:
-        state = 0
-        for char in stop:
-            following = self._children[state].get(char)
-            if following is None:
-                following = self._children[state][char] = len(self._children)
-                self._children.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._fail.append(0)
-                self._best.append(-1)
-                self._word.append(index)
-            state = following
-        if self._best[state] < 0:
-            self._best[state] = index
+    def _deepen(self) -> None:
+        """Make the states that are one character deeper than the deepest so far."""
+        leaves: list[tuple[int, list[int]]] = []
+        self._first_leaf = len(self._children)
+        for state, indices in self._leaves:
+            depth = self._depth[state]
+            members: dict[int, list[int]] = {}
+            for index in indices:
+                stop = self._stops[index]
+                if len(stop) == depth:
+                    continue
+                following = self._children[state].get(stop[depth])
+                if following is None:
+                    following = self._add(state, stop[depth], index)
+                    members[following] = []
+                members[following].append(index)
+                best = self._best[following]
+                if len(stop) == depth + 1 and (best < 0 or index < best):
+                    self._best[following] = index
+            leaves += members.items()
+        self._leaves = leaves
 
-    def _link(self) -> None:
-        """Breadth first, so that the state a fail link leads to is complete already."""
-        queue = deque(self._children[0].values())
-        while queue:
-            state = queue.popleft()
-            for char, following in self._children[state].items():
-                shorter = self._fail[state]
-                while shorter and char not in self._children[shorter]:
-                    shorter = self._fail[shorter]
-                self._fail[following] = self._children[shorter].get(char, 0)
-                ends = self._best[self._fail[following]]
-                if ends >= 0 and (self._best[following] < 0 or ends < self._best[following]):
-                    self._best[following] = ends
-                queue.append(following)
+    def _add(self, state: int, char: str, index: int) -> int:
+        shorter = self._fail[state]
+        while shorter and char not in self._children[shorter]:
+            shorter = self._fail[shorter]
+        fail = self._children[shorter].get(char, 0) if state else 0
+        following = self._children[state][char] = len(self._children)
+        self._children.append({})
+        self._depth.append(self._depth[state] + 1)
+        self._fail.append(fail)
+        self._best.append(self._best[fail])
+        self._word.append(index)
+        return following

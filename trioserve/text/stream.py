@@ -24,8 +24,9 @@ class TextStream:
     whole or a stop string may have begun, the tokens are held back with the text. So over a whole
     answer the tokens' bytes joined are the text's bytes, up to the cut that a stop string makes
     inside its last tokens. Control tokens and the token that ended the answer have no text; their
-    bytes are empty, their name is shown. How deltas are cut does not matter: two merged give the
-    same text, tokens and end as one after the other.
+    bytes are empty, their name is shown. With ``skip_special_tokens`` off control tokens are text
+    like others, the one that ended the answer only with ``include_stop_str_in_output``. How deltas
+    are cut does not matter: two merged give the same text, tokens and end as one after the other.
 
     A stop string counts only if it lies wholly in the text of the tokens after the first
     ``min_tokens``. On a match the answer ends with the token that completed it; ``finished`` turns
@@ -46,8 +47,9 @@ class TextStream:
         self.stop_reason: str | int | None = None
         self.num_output_tokens = 0
         self._tokenizer = tokenizer
+        self._shown = tokenizer.shown if sampling.skip_special_tokens else tokenizer.spelt
         self._sampling = sampling
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, sampling.skip_special_tokens)
         self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._wants_logprobs = sampling.logprobs is not None
         self._num_tokens = 0  # seen
@@ -55,15 +57,30 @@ class TextStream:
         self._num_shown = 0  # characters delivered
         # Tokens not delivered yet, each with the number of characters to be shown before it.
         self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()
+        self._prompt: list[TokenLogprob | None] | None = None  # not delivered yet
+        self._prompt_text: Detokenizer | None = None  # while its tokens come
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def push_prompt(self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None]) -> None:
+        """Take in log probabilities of the prompt's next tokens; the first token's is None.
+
+        They are delivered by the next ``push``, whose delta need not hold anything.
+        """
+        if self._prompt is None or self._prompt_text is None:
+            skip = self._sampling.skip_special_tokens
+            self._prompt, self._prompt_text = [], Detokenizer(self._tokenizer, (), skip)
+        for token_id, given in zip(token_ids, scores, strict=True):
+            data, _ = self._prompt_text.step(token_id)
+            self._prompt.append(None if given is None else self._logprob(given, data, False))
+
     def push(self, delta: Delta) -> TextDelta | None:
         """What of the answer can be shown after this delta; None if that is nothing new.
 
-        A delta with ``finish_reason`` "stop" must hold the token that ended it, as its last.
+        ``delta.prompt_logprobs`` are not looked at: see ``push_prompt``. A delta with
+        ``finish_reason`` "stop" must hold the token that ended it, as its last.
         """
         if self.finished:
             return None
@@ -91,7 +108,9 @@ class TextStream:
         num_tokens = len(delta.token_ids)
         if delta.finish_reason != "stop":
             return num_tokens
-        if delta.stop_token_id is not None and self._sampling.include_stop_str_in_output:
+        sampling = self._sampling
+        is_text = delta.stop_token_id is not None or not sampling.skip_special_tokens
+        if is_text and sampling.include_stop_str_in_output:
             return num_tokens
         return num_tokens - 1
 
@@ -123,7 +142,8 @@ class TextStream:
             if entry is not None:
                 logprobs.append(entry)
         self.num_output_tokens += len(token_ids)
-        if not (text or token_ids or self.finished):
+        prompt, self._prompt = self._prompt, None
+        if not (text or token_ids or self.finished or prompt):
             return None
         return TextDelta(
             text=text,
@@ -131,21 +151,29 @@ class TextStream:
             logprobs=logprobs if self._wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            prompt_logprobs=prompt,
         )
 
     def _logprob(self, given: TokenLogprobs, data: bytes, hidden: bool) -> TokenLogprob:
         chosen = given.token_id
-        name, usual = self._tokenizer.shown(chosen)
+        name, usual = self._shown(chosen)
         if data != usual and not hidden:
             name = spell(data)  # the first token of a text, without its leading space
         top = []
-        for token_id, logprob in given.top:
-            if token_id == chosen:
-                top.append(TokenLogprob(name, chosen, data, _finite(logprob), []))
-            else:
-                other, raw = self._tokenizer.shown(token_id)
-                top.append(TokenLogprob(other, token_id, raw, _finite(logprob), []))
-        return TokenLogprob(name, chosen, data, _finite(given.logprob), top)
+        for rank, (token_id, logprob) in enumerate(given.top, 1):
+            other, raw = (name, data) if token_id == chosen else self._shown(token_id)
+            top.append(TokenLogprob(other, token_id, raw, _finite(logprob), [], rank))
+        wanted: tuple[TokenLogprob, ...] = ()
+        if given.wanted:
+            wanted = tuple(
+                TokenLogprob(*self._entry(token_id), _finite(logprob), [])
+                for token_id, logprob in given.wanted
+            )
+        return TokenLogprob(name, chosen, data, _finite(given.logprob), top, given.rank, wanted)
+
+    def _entry(self, token_id: int) -> tuple[str, int, bytes]:
+        name, data = self._shown(token_id)
+        return name, token_id, data
 
 
 def _finite(logprob: float) -> float:

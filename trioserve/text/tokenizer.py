@@ -168,6 +168,13 @@ class Tokenizer:
             self._shown[token_id] = entry
             return entry
 
+    def spelt(self, token_id: int) -> tuple[str, bytes]:
+        """As ``shown``, for answers in which control tokens are text."""
+        if token_id not in self._special:
+            return self.shown(token_id)
+        data = self.token_bytes(token_id)
+        return spell(data), data
+
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, never shown in an answer."""
         return token_id in self._special
