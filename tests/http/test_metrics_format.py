@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import trio
+from hypothesis import example, given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
@@ -97,6 +100,34 @@ async def test_others_get_the_text_format(accept: str) -> None:
     text, content_type = all_metrics().exposition(accept)
     assert content_type.startswith("text/plain")
     assert num_samples(parse_text(text.decode())) > 300
+
+
+MANGLED = [
+    "text/plain",
+    "application/openmetrics-text",
+    ";",
+    ",",
+    "version=",
+    "escaping=",
+    "q=",
+    "=",
+]
+
+
+@given(st.lists(st.sampled_from(MANGLED) | st.text(max_size=5), max_size=9))
+@example(["text/plain;version=abc"])
+@example(["application/openmetrics-text;version=1.x"])
+@example(["application/openmetrics-text;version=1.0.0;escaping=\r\nx"])
+def test_no_header_is_a_failure_of_ours(parts: list[str]) -> None:
+    """Nor does any of it come back in the answer's own header."""
+    metrics = Metrics.__new__(Metrics)
+    metrics.registry = CollectorRegistry()
+    _, content_type = metrics.exposition("".join(parts))
+    assert re.fullmatch(
+        r"(text/plain|application/openmetrics-text); version=[\d.]+; charset=utf-8"
+        r"(; escaping=[a-z0-9-]+)?",
+        content_type,
+    )
 
 
 async def test_the_header_decides(autojump_clock: trio.testing.MockClock) -> None:

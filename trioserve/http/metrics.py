@@ -157,8 +157,12 @@ class Metrics:
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """All series, and their content type: OpenMetrics if ``accept``, the header of that name,
         asks for it, else Prometheus' text format."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        try:
+            encode, content_type = choose_encoder(accept)
+            return encode(self.registry), content_type
+        except (TypeError, ValueError):  # how the library takes a version that is none
+            encode, content_type = choose_encoder("")
+            return encode(self.registry), content_type
 
     def families(self) -> Iterator[Metric]:
         """The series written here."""
