@@ -31,7 +31,7 @@ def test_the_stages_are_shown_while_the_model_loads(
 ) -> None:
     visited = visit()
     page = visited.page
-    device = {**SIMULATED["device"], "simulated_load_s": 2.0}
+    device = {**SIMULATED["device"], "simulated_load_s": 3.0}
     with starting(tmp_path, model=SIMULATED["model"], device=device) as server:
         open_page(page, server)
         phase(page).to_have_text("Loading")
@@ -53,7 +53,7 @@ def test_the_stages_are_shown_while_the_model_loads(
         expect(page.locator("#started-in")).to_have_text(re.compile(r"ready after [\d.]+ s"))
         page.locator("#started summary").click()
         weights = page.locator("#stages-done li", has_text="weights")
-        expect(weights.locator(".took")).to_have_text(re.compile(r"2\.\d\d s"))
+        expect(weights.locator(".took")).to_have_text(re.compile(r"3\.\d\d s"))
         assert page.title() == "tiny · Ready"
         assert not visited.complaints
 
@@ -66,7 +66,7 @@ def test_a_drain_and_the_end_and_a_new_server_are_told(
         page.goto(server.url)
         phase(page).to_have_text("Ready")
         with server.stream(
-            "/v1/completions", prompt="x", max_tokens=600, ignore_eos=True
+            "/v1/completions", prompt="x", max_tokens=1900, ignore_eos=True
         ) as events:
             next(events)
             server.signal(signal.SIGTERM)
@@ -132,7 +132,7 @@ def pass_time(page: Page, until: Callable[[], bool]) -> float:
         if until():
             return tenths / 10
         page.clock.run_for(100)
-        page.wait_for_timeout(20)
+        page.wait_for_timeout(40)  # answers come meanwhile
     raise AssertionError("not in 10 s of the page's time")
 
 
@@ -294,7 +294,7 @@ def test_nobody_is_asked_while_nobody_looks(server: Server, visit: Callable[...,
     before = looks()
     for n in range(1, 4):
         took_s = pass_time(page, lambda n=n: looks() == before + n)  # type: ignore[misc]
-        assert 0.8 <= took_s <= 1.0  # the first may have waited for the server meanwhile
+        assert 0.5 <= took_s <= 1.5  # the test learns of a request a little after it is made
     page.wait_for_timeout(200)  # the last answer is in
     page.evaluate(turn.format("true"))
     page.clock.run_for(5000)
