@@ -15,6 +15,8 @@ from trioserve.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION,
     MAX_SEED,
     MAX_STOP_STRINGS,
     SamplingParams,
@@ -23,8 +25,6 @@ from trioserve.sampling_params import (
 MAX_CHOICES = 128
 MAX_STOP_TOKEN_IDS = 1024
 MAX_INT = 2**63 - 1
-MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 100.0
 
 
 @attrs.frozen(kw_only=True)
@@ -107,11 +107,7 @@ def _penalty(fields: Fields, name: str) -> float:
 
 
 def _repetition_penalty(fields: Fields, default: float) -> float:
-    value = fields.number("repetition_penalty", default, low=0.0, high=MAX_REPETITION_PENALTY)
-    if value == 0.0:
-        fields.fault("repetition_penalty", "must be above 0; 1 is none")
-        return default
-    return value
+    return fields.number("repetition_penalty", default, low=1 / MAX_REPETITION, high=MAX_REPETITION)
 
 
 def _logit_bias(fields: Fields) -> dict[int, float]:

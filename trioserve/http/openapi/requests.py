@@ -25,8 +25,6 @@ from trioserve.http.prompt_fields import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PROMPT
 from trioserve.http.refused import WITHOUT_EFFECT
 from trioserve.http.sampling_fields import (
     MAX_INT,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
     Rules,
 )
@@ -44,6 +42,8 @@ from trioserve.sampling_params import (
     MAX_ID_LIST,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
+    MAX_PENALTY,
+    MAX_REPETITION,
     MAX_SEED,
 )
 
@@ -95,8 +95,8 @@ def sampling(rules: Rules) -> dict[str, Schema]:
         "frequency_penalty": number("The same, times how often.", *penalty, default=0),
         "repetition_penalty": number(
             "For tokens in prompt and answer; by default the model's own, or 1.",
-            exclusiveMinimum=0,
-            high=MAX_REPETITION_PENALTY,
+            low=1 / MAX_REPETITION,
+            high=MAX_REPETITION,
         ),
         "logit_bias": mapping(
             number(low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS),
