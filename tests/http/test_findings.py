@@ -497,7 +497,10 @@ def test_f10_the_internals_are_there() -> None:
     from hypercorn.trio.tcp_server import TCPServer
     from quart_trio.asgi import TrioASGIHTTPConnection
 
-    assert "_writer" in vars(h11.Connection(h11.SERVER))  # or chunks take the long way
+    connection = h11.Connection(h11.SERVER)
+    assert "_writer" in vars(connection)  # or chunks take the long way
+    connection.receive_data(b"\r")
+    assert connection._receive_buffer._data == b"\r"  # line ends before a request
     assert "self.can_read.wait()" in inspect.getsource(H11Protocol._handle_events)
     for owner, name in [
         (H11Protocol, "_check_protocol"),

@@ -187,6 +187,13 @@ async def test_http2_over_tls_when_switched_on(files: Files) -> None:
                 answer = await client.post(url, json=body)
                 assert (answer.http_version, answer.status_code) == ("HTTP/2", 200)
                 assert "world" in answer.text
+            # A page's own origin is known by what stands for the Host header there.
+            for origin, status in [
+                ("https://localhost", 403),
+                (f"https://localhost:{served.port}", 200),
+            ]:
+                answer = await client.post(url, json=COMPLETION, headers={"Origin": origin})
+                assert answer.status_code == status
 
 
 async def test_unix_socket(files: Files, tmp_path_factory: pytest.TempPathFactory) -> None:

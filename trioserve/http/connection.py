@@ -24,6 +24,7 @@ from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.events import EndBody, Response, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
@@ -235,14 +236,41 @@ class H11Only(H11Protocol):
         await self._send_h11_event(h11.EndOfMessage())
 
 
+class _Streams(dict[int, Any]):
+    """HTTP/2's streams by number. What still comes for one that was answered early, as a refused
+    request is, goes nowhere; hypercorn would end the connection with all its other streams."""
+
+    def __missing__(self, stream_id: int) -> _Answered:
+        return _Answered()
+
+
+class _Answered:
+    async def handle(self, event: StreamEvent) -> None:
+        pass
+
+
 class _Protocol(ProtocolWrapper):
     """hypercorn's choice of protocol, always beginning with our HTTP/1.1."""
 
     def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool, limits: HeadLimits) -> None:
+        self._limits = limits
         super().__init__(*args)
         h1 = H11Only(*args, read_ahead=read_ahead, http2=http2, limits=limits)
         self.protocol = h1
         self.h1 = h1
+
+    @property
+    def protocol(self) -> H11Protocol | H2Protocol:
+        """What is spoken now; hypercorn sets it."""
+        return self._spoken
+
+    @protocol.setter
+    def protocol(self, spoken: H11Protocol | H2Protocol) -> None:
+        if isinstance(spoken, H2Protocol):
+            spoken.streams = _Streams()
+            # h2 holds clients to the setting only once they have acknowledged it.
+            spoken.connection.decoder.max_header_list_size = self._limits.num_bytes
+        self._spoken = spoken
 
     @property
     def exchange(self) -> Exchange | None:

@@ -10,7 +10,7 @@ Headers = tuple[tuple[str, str], ...]
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 EXPOSED = "X-Request-Id, Request-Id, Retry-After, X-Trioserve-Ignored-Fields, WWW-Authenticate"
 MAX_AGE_S = 600
-NAMES = re.compile(r"[A-Za-z0-9_.-]+(\s*,\s*[A-Za-z0-9_.-]+)*")
+NAMES = re.compile(r"[A-Za-z0-9_.-]+([ \t]*,[ \t]*[A-Za-z0-9_.-]+)*")
 MAX_NAMES = 2000  # characters
 
 

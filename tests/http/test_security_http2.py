@@ -1,0 +1,120 @@
+"""Refusals over HTTP/2, by a client that does what it likes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+
+from .client import Client, serving
+from .fake_engine import FakeEngine, answer_hello
+
+KEY = "sk-0123456789"
+
+
+class H2Client:
+    """One connection; answers by the number of their stream."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.connection = h2.connection.H2Connection(
+            h2.config.H2Configuration(
+                validate_outbound_headers=False, normalize_outbound_headers=False
+            )
+        )
+        self.connection.initiate_connection()
+        self.statuses: dict[int, int] = {}
+        self.bodies: dict[int, bytes] = {}
+        self.ended: set[int] = set()
+
+    async def send(
+        self, stream: int, path: str, body: bytes | None = None, method: str = "", **headers: str
+    ) -> None:
+        """A request; with a body it is not ended yet."""
+        head = [
+            (":method", method or ("GET" if body is None else "POST")),
+            *((":path", path), (":scheme", "http"), (":authority", "x")),
+            *((name.replace("_", "-"), value) for name, value in headers.items()),
+        ]
+        self.connection.send_headers(stream, head, end_stream=body is None)
+        if body is not None:
+            self.connection.send_data(stream, body)
+        await self.flush()
+
+    async def flush(self) -> None:
+        await self._client.stream.send_all(self.connection.data_to_send())
+
+    async def answer(self, stream: int) -> int:
+        while stream not in self.ended:
+            data = await self._client.stream.receive_some()
+            assert data, "the connection has ended"
+            for event in self.connection.receive_data(bytes(data)):
+                self._note(event)
+        return self.statuses[stream]
+
+    def _note(self, event: Any) -> None:
+        if isinstance(event, h2.events.ResponseReceived):
+            self.statuses[event.stream_id] = int(dict(event.headers)[b":status"])
+        elif isinstance(event, h2.events.DataReceived):
+            self.bodies.setdefault(event.stream_id, b"")
+            self.bodies[event.stream_id] += event.data
+        elif isinstance(event, h2.events.StreamEnded):
+            self.ended.add(event.stream_id)
+
+
+async def test_op_02_a_body_after_its_refusal_ends_no_other_stream() -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine, http2=True, api_keys=(KEY,)) as served:
+        client = H2Client(await served.connect())
+        await client.send(1, "/v1/completions", b'{"prompt": "hi"}', x_api_key=KEY)
+        client.connection.end_stream(1)
+        await client.flush()
+        [stream] = await engine.submitted()
+        await client.send(3, "/v1/completions", b"{")
+        assert await client.answer(3) == 401
+        assert b"missing_api_key" in client.bodies[3]
+        for _ in range(20):
+            client.connection.send_data(3, b"x" * 16_000)
+            await client.flush()
+            await client.send(5 + 2 * _, "/health")
+            assert await client.answer(5 + 2 * _) == 200
+        answer_hello(stream)
+        assert await client.answer(1) == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/v1/models", "GET"),
+        ("x:/health", "GET"),
+        ("http://x/health", "GET"),
+        ("//health", "GET"),
+        ("/health/", "GET"),
+        ("/HEALTH", "GET"),
+        ("/health%00", "GET"),
+        ("/v1/completions", "get"),
+        ("*", "OPTIONS"),
+    ],
+)
+async def test_op_02_paths_over_http2(path: str, method: str) -> None:
+    async with serving(http2=True, api_keys=(KEY,)) as served:
+        client = H2Client(await served.connect())
+        await client.send(1, path, method=method)
+        assert await client.answer(1) == 401
+        await client.send(3, "/v1/models", authorization=f"Bearer {KEY}")
+        assert await client.answer(3) == 200
+
+
+async def test_large_heads_over_http2() -> None:
+    async with serving(http2=True) as served:
+        client = H2Client(await served.connect())
+        await client.send(1, "/health", x="y" * 10_000)
+        assert await client.answer(1) == 200
+        await client.send(3, "/health", x="y" * 40_000)
+        with pytest.raises(AssertionError, match="the connection has ended"):
+            await client.answer(3)
+        answer = await served.call("GET", "/health")
+        assert answer.status == 200
