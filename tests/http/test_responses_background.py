@@ -158,6 +158,22 @@ async def test_its_stream_outlives_its_client_and_can_be_followed_again() -> Non
         assert (beyond.status, beyond.body) == (200, b"")
 
 
+async def test_api_01_a_half_closed_follower_goes_on() -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine) as served:
+        client = await served.connect()
+        await client.send("POST", PATH, ASKED | {"stream": True})
+        await client.head()
+        id = (await next_event(client, "response.created"))["response"]["id"]
+        follower = await served.connect()
+        await follower.send("GET", f"{PATH}/{id}?stream=true")
+        await follower.stream.send_eof()
+        await follower.head()
+        await next_event(follower, "response.queued")
+        engine.streams[0].say("a", finish="stop")
+        assert named_events(await follower.rest_of_chunks())[-1]["type"] == "response.completed"
+
+
 async def test_events_that_were_not_asked_for_are_not_kept() -> None:
     async with serving() as served:
         for fields in ({}, {"stream": True}, {"background": True}):
