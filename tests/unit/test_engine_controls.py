@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import trio.testing
 
 from trioserve.engine.api import GenerationDefaults
 from trioserve.engine.engine import Engine
-from trioserve.engine.prompts import MAX_BAD_WORD_CHARS
+from trioserve.engine.prompts import LONG_TEXT, MAX_BAD_WORD_CHARS, Prompts
 from trioserve.engine.supervisor import open_engine
 from trioserve.errors import InvalidRequest, NotReady, WorkerStalled
 from trioserve.ipc.fake import FakeWorker
@@ -186,7 +187,9 @@ async def test_bad_words_are_sent_as_tokens_bare_and_after_a_space() -> None:
         engine.submit([1], SamplingParams(bad_words=("cat", " dog", "cat")))
         engine.submit([1], GREEDY)
         await trio.testing.wait_all_tasks_blocked()
-        for words in (("x" * (MAX_BAD_WORD_CHARS + 1),), ("xyz " * 130, "zyx " * 130)):
+        long = tuple(letter * 1000 for letter in "abcdefghi")
+        assert sum(map(len, long)) > MAX_BAD_WORD_CHARS
+        for words in (long, ("xyz " * 130, "zyx " * 130)):
             with pytest.raises(InvalidRequest, match="bad_words") as caught:
                 engine.submit([1], SamplingParams(bad_words=words))
             assert caught.value.param == "bad_words"
@@ -319,6 +322,32 @@ async def test_a_templates_special_tokens_are_added_only_when_asked() -> None:
         assert await engine.render_chat([USER], add_special_tokens=True, **render) == with_special
         plain = await engine.encode_prompt("x", add_special_tokens=False)
         assert await engine.render_chat([USER], **render) == plain
+
+
+async def test_a_template_that_does_not_end_holds_up_no_long_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def stuck(self: Prompts, source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        begun.set()
+        assert done.wait(20)
+        return source
+
+    monkeypatch.setattr(Prompts, "_render_with", stuck)
+    async with open_engine(make_config(), worker_factory=Workers(serve_tokens)) as engine:
+        rendered: list[list[int]] = []
+
+        async def render() -> None:
+            rendered.append(await engine.render_chat([USER], chat_template="x"))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(render)
+            await trio.to_thread.run_sync(begun.wait)
+            assert await engine.decode([70] * (LONG_TEXT + 1))
+            assert rendered == []
+            done.set()
+        assert rendered == [await engine.encode_prompt("x", add_special_tokens=False)]
 
 
 async def test_ids_are_decoded_and_named() -> None:

@@ -221,7 +221,8 @@ class Scheduler:
                 continue
             seq.num_computed_tokens = row.start + row.num_tokens
             self._prompt_tokens += row.num_tokens - (row.start >= seq.num_prompt_tokens)
-            self._wait_again(self._prefixes.advance(seq))
+            if seq.num_computed_tokens >= (seq.num_registered + 1) * self.block_size:
+                self._wait_again(self._prefixes.advance(seq))
             if row.sample and result is not None:
                 deltas.append(self._append(seq, result))
             elif not seq.announced:

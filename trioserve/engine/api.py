@@ -130,7 +130,8 @@ class RequestStream(Protocol):
     async def __anext__(self) -> TextDelta:
         """What came since the last call as one delta; waits only if there is nothing.
 
-        A reader that is hundreds of tokens behind gets them in several. Cancellation loses nothing: the next call returns it.
+        A reader that is hundreds of tokens behind gets them in several. Cancellation loses
+        nothing: the next call returns it.
 
         Raises:
             RequestFailed: the worker failed this request, or died under it.

@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 
 class Prompts:
-    """The text side of one inspected model. Stateless but for the thread it may use.
+    """The text side of one inspected model. Stateless but for the threads it may use.
 
     Args:
-        limiter: one thread, however many models; held while a long text is worked on.
+        limiter: one thread, held while a long text is worked on. Templates of requests have
+            another: one that never ends holds up its like, and no long prompt.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Prompts:
         self._model = model
         self._template = template
         self._limiter = limiter
+        self._template_limiter = trio.CapacityLimiter(1)
 
     async def encode(self, text: str, max_model_len: int, *, add_special_tokens: bool) -> list[int]:
         """Tokenize; long texts in a thread. Cancellation abandons the result.
@@ -68,8 +70,8 @@ class Prompts:
     ) -> str:
         """The prompt of a chat. Cancellation abandons the result.
 
-        A template that came with the request is a stranger's program: it always runs in the
-        thread, so that the event loop goes on beside it.
+        A template that came with the request is a stranger's program: it always runs in a
+        thread, so that the event loop goes on beside it. How long it runs is not bounded.
 
         Raises:
             InvalidRequest: there is no template, the one given is broken, or it refuses these
@@ -85,13 +87,15 @@ class Prompts:
         kwargs["continue_final_message"] = continue_final_message
         if chat_template is not None:
             render = partial(self._render_with, chat_template, messages, **kwargs)
-            return await self._off_loop(LONG_TEXT + 1, render)
+            return await trio.to_thread.run_sync(
+                render, limiter=self._template_limiter, abandon_on_cancel=True
+            )
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template"
             )
         render = partial(self._template.render, messages, **kwargs)
-        return await self._off_loop(text_length(messages), render)
+        return await self._off_loop(text_length([messages, template_kwargs]), render)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids; long lists in a thread. Cancellation abandons the result.
@@ -99,9 +103,7 @@ class Prompts:
         Raises:
             InvalidRequest: an id outside the model's vocabulary.
         """
-        check_token_ids("tokens", token_ids, self._model.spec.vocab_size)
-        decode = self.tokenizer.decode
-        return await self._off_loop(len(token_ids), decode, token_ids, skip_special_tokens)
+        return await self._off_loop(len(token_ids), self._decode, token_ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """A token as the vocabulary writes it, empty for ids without one."""
@@ -133,6 +135,10 @@ class Prompts:
                 param="bad_words",
             )
         return sequences
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        check_token_ids("tokens", token_ids, self._model.spec.vocab_size)
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
 
     def _render_with(self, source: str, messages: list[dict[str, Any]], /, **kwargs: Any) -> str:
         try:
