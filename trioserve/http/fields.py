@@ -209,8 +209,7 @@ class Fields:
         self, name: str, default: Any = None, *, low: int | None = None, high: int | None = None
     ) -> Any:
         """An integer in ``[low, high]``, or ``default`` if absent or faulty."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return default
         if not isinstance(value, int) or isinstance(value, bool):
             self.fault(name, f"must be an integer, not {kind_of(value)}")
@@ -221,8 +220,7 @@ class Fields:
         self, name: str, default: float, *, low: float | None = None, high: float | None = None
     ) -> float:
         """A finite number in ``[low, high]``, or ``default`` if absent or faulty."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool):
             self.fault(name, f"must be a number, not {kind_of(value)}")
@@ -247,8 +245,7 @@ class Fields:
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """true or false, or ``default`` if absent or faulty."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return default
         if not isinstance(value, bool):
             self.fault(name, f"must be true or false, not {kind_of(value)}")
@@ -257,8 +254,7 @@ class Fields:
 
     def string(self, name: str, default: str = "", *, max_chars: int | None = None) -> str:
         """A string, or ``default`` if absent or faulty."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return default
         if not isinstance(value, str):
             self.fault(name, f"must be a string, not {kind_of(value)}")
@@ -270,8 +266,7 @@ class Fields:
 
     def strings(self, name: str, *, max_items: int) -> tuple[str, ...]:
         """A string or an array of strings, none of them empty."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return ()
         values = [value] if isinstance(value, str) else value
         items = self._items(name, values, "a string or an array of strings", max_items)
@@ -286,8 +281,7 @@ class Fields:
 
     def integers(self, name: str, *, max_items: int, low: int = 0) -> tuple[int, ...]:
         """An array of integers that are at least ``low``."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return ()
         items = self._items(name, value, "an array of integers", max_items)
         for index, item in enumerate(items):
@@ -310,8 +304,7 @@ class Fields:
 
     def object(self, name: str) -> Fields | None:
         """An object's fields, or None if absent or faulty."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return None
         if not isinstance(value, dict):
             self.fault(name, f"must be an object, not {kind_of(value)}")
@@ -322,8 +315,7 @@ class Fields:
 
     def choice(self, name: str, values: tuple[str, ...]) -> str | None:
         """One of ``values``, or None if absent or faulty."""
-        value = self.value(name)
-        if value is None:
+        if name not in self.body or (value := self.value(name)) is None:
             return None
         if not isinstance(value, str) or value not in values:
             self.fault(name, f"must be one of {', '.join(values)}, not {kind_of(value)}")

@@ -331,7 +331,8 @@ def _read_shape(
 def _limit_field(fields: Fields) -> str:
     """The field by which this route was asked for so many tokens."""
     unread = fields.unread()
-    return next((name for name in LIMITS if fields.body.get(name) and name not in unread), "")
+    given = [name for name, value in fields.body.items() if value and name not in unread]
+    return next((name for name in LIMITS if name in given), "")
 
 
 def _timeout(fields: Fields, name: str) -> float:
