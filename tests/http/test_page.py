@@ -64,6 +64,19 @@ def test_all_parts_are_in_the_document_and_packaged() -> None:
     assert "{" + "locked}" not in body
 
 
+async def test_every_series_that_is_read_is_there() -> None:
+    scripts = "".join((FOLDER / name).read_text() for name in SCRIPTS)
+    read = set(re.findall(r'(?:total|gained|rate|quantiles)\("([a-z_]+)"', scripts))
+    assert len(read) > 12
+    async with serving() as served:
+        text = (await served.call("GET", "/metrics")).body.decode()
+        startup = (await served.call("GET", "/startup")).json
+    there = set(re.findall(r"(?m)^trioserve_([a-z_]+)", text))
+    assert {name for name in read if name not in there and f"{name}_bucket" not in there} == set()
+    assert {"phase", "model", "uptime_s", "cause", "stages", "info"} <= startup.keys()
+    assert set(startup["stages"][0]) >= {"name", "state", "fraction", "seconds", "bytes", "detail"}
+
+
 async def test_who_has_the_page_already_gets_304() -> None:
     async with serving() as served:
         first = await served.call("GET", "/")
