@@ -386,6 +386,28 @@ async def test_records_stay_in_order_when_the_kernel_takes_a_part(
             assert (await client.answer()).events[-1] == "[DONE]"
 
 
+async def test_tls_that_breaks_under_an_answer_ends_its_connection_alone(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine, **files.settings) as served:
+        client, _ = await connect(served, files.client_context())
+        await client.send("POST", "/v1/completions", STREAM)
+        [request] = await engine.submitted()
+        with monkeypatch.context() as broken:
+
+            def refuse(*_: object) -> None:
+                raise ssl.SSLError("broken")
+
+            broken.setattr(ssl.SSLObject, "write", refuse)
+            answer_hello(request)
+            with pytest.raises((EOFError, ssl.SSLError, trio.BrokenResourceError)):
+                await client.answer()
+        engine.script = answer_hello
+        await still_serves(served, files)
+    assert caplog.records == []
+
+
 async def test_drain(files: Files) -> None:
     engine = FakeEngine(script=None)
     async with serving(engine, **files.settings) as served:

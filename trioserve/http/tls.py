@@ -173,9 +173,12 @@ class TlsStream(ClientStream):
     def try_send(self, data: bytes) -> int:
         """Take all of ``data`` and send what the kernel takes at once, or take nothing."""
         fileno = getattr(self.socket, "fileno", None)
-        if fileno is None or self._ended or self._rest or self._flushing.locked():
+        if fileno is None or self._rest or self._flushing.locked():
             return 0
-        self._encrypt(data)
+        try:
+            self._encrypt(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return 0  # ``send_all`` then says so
         records = self._outgoing.read()
         sent = 0
         with contextlib.suppress(OSError):  # the client is gone, or there is no room
@@ -196,6 +199,7 @@ class TlsStream(ClientStream):
             while view:
                 view = view[self._object.write(view) :]
         except ssl.SSLError as error:
+            self.abort()  # or the reader would wait on
             raise trio.BrokenResourceError("TLS ended") from error
 
     async def receive_some(self, max_bytes: int) -> bytes:
