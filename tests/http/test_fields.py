@@ -175,12 +175,18 @@ async def test_truncation(path: str, body: dict[str, Any]) -> None:
         assert (await served.call("POST", path, body | too_many)).status == 400
 
 
-async def test_a_request_has_the_id_it_asks_for_unless_a_header_has_one() -> None:
+async def test_a_request_has_the_id_it_asks_for_unless_a_header_has_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     async with serving() as served:
         asked = COMPLETION | {"request_id": "mine"}
         answer = await served.call("POST", "/v1/completions", asked)
         assert answer.json["id"] == "cmpl-mine"
         assert answer.headers["x-request-id"] == "mine"
+        caplog.clear()
+        await served.call("POST", "/v1/completions", asked | {"invented": 1})
+        assert "request mine: unknown fields" in caplog.text  # by the id that its client knows
         answer = await served.call("POST", "/v1/completions", asked, X_Request_Id="theirs")
         assert answer.json["id"] == "cmpl-theirs"
         assert answer.headers["x-request-id"] == "theirs"

@@ -273,6 +273,13 @@ async def test_timings_of_several_answers() -> None:
         assert metrics["tokens_per_second"] == round(4 / 3, 3)
 
 
+async def test_timings_in_a_stream_of_several_answers_come_once() -> None:
+    async with serving(FakeEngine(script=script_times)) as served:
+        asked = COMPLETION | STREAM | {"include_timings": True, "n": 2}
+        events = (await served.call("POST", "/v1/completions", asked)).events[:-1]
+        assert ["metrics" in event for event in events] == [False] * (len(events) - 1) + [True]
+
+
 async def test_timings_of_one_token_have_no_rates() -> None:
     def script(stream: FakeStream) -> None:
         stream.fixed_timings = Timings(1.0, 1.0, 2.0, 2.0)

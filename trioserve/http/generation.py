@@ -183,9 +183,6 @@ class GenerationCall:
         if self._ignored and self._context.config.http.strict_fields:
             fault = "is not a known field; leave it out, or set http.strict_fields = false"
             raise InvalidBody([(name[:MAX_SHOWN], fault) for name in self._ignored[:MAX_FAULTS]])
-        if self._ignored:
-            names = printable_names(self._ignored)
-            log.info("request %s: unknown fields ignored: %s", self.id, names)
         return body
 
     def call_answer(self, id: str) -> None:
@@ -212,6 +209,9 @@ class GenerationCall:
             RequestError: the engine refused one, or the request was ended.
         """
         self._opened.check()
+        if self._ignored:
+            names = printable_names(self._ignored)
+            log.info("request %s: unknown fields ignored: %s", self.id, names)
         self._check_num_answers(order)
         self._num_samplings = len(order.samplings)
         for prompt in order.prompts:
