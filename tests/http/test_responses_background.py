@@ -128,9 +128,9 @@ async def test_its_stream_outlives_its_client_and_can_be_followed_again() -> Non
     engine = FakeEngine(script=None)
     async with serving(engine) as served:
         client = await served.connect()
-        await client.send("POST", PATH, ASKED | {"stream": True})
+        await client.send("POST", PATH, ASKED | {"stream": True, "sloth": 1})
         [work] = await engine.submitted()
-        await client.head()
+        assert (await client.head()).headers["x-trioserve-ignored-fields"] == "sloth"
         created = await next_event(client, "response.created")
         assert created["response"]["status"] == "queued"
         work.say("a")
