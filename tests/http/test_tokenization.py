@@ -105,10 +105,44 @@ async def test_api_10_wrong_bodies(path: str, body: dict[str, Any], param: str) 
         assert answer.json["error"]["param"] == param
 
 
-async def test_open_end_of_a_chat_begins_no_answer() -> None:
-    async with serving() as served:
-        body = {"messages": USER, "continue_final_message": True}
-        assert (await served.call("POST", "/tokenize", body)).status == 200
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"add_generation_prompt": True, "continue_final_message": False}),
+        ({}, {"add_special_tokens": False, "chat_template": None}),
+        ({"add_special_tokens": True}, {"add_special_tokens": True}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        (
+            {"continue_final_message": True},
+            {"add_generation_prompt": False, "continue_final_message": True},
+        ),
+        ({"chat_template": "{{ 1 }}"}, {"chat_template": "{{ 1 }}"}),
+    ],
+)
+async def test_what_makes_the_prompt_of_a_chat(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    engine = FakeEngine()
+    async with serving(engine, trust_request_chat_template=True) as served:
+        answer = await served.call("POST", "/tokenize", {"messages": USER} | fields)
+        assert answer.status == 200
+        assert expected.items() <= engine.rendering.items()
+
+
+@pytest.mark.parametrize(
+    ("fields", "special"), [({}, True), ({"add_special_tokens": False}, False)]
+)
+async def test_special_tokens_of_a_text(fields: dict[str, Any], special: bool) -> None:
+    given: list[bool] = []
+
+    class Engine(FakeEngine):
+        async def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            given.append(add_special_tokens)
+            return await super().encode_prompt(text)
+
+    async with serving(Engine()) as served:
+        await served.call("POST", "/tokenize", {"prompt": "a"} | fields)
+        assert given == [special]
 
 
 async def test_unknown_fields_are_told() -> None:
