@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import openai
 import pytest
 import trio
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from trioserve.errors import QueueFull, RequestFailed
 
@@ -63,6 +65,49 @@ async def test_completions() -> None:
         whole, chunks = await with_client(served, use)
         assert [choice.text for choice in whole.choices] == ["aHello world", "bHello world"]
         assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello world"
+
+
+async def test_everything_asked_for_at_once_is_of_the_clients_own_types() -> None:
+    """The client builds its objects without checking; here what came is checked."""
+    sampling = {
+        **{"n": 2, "seed": 1, "stop": ["x"], "temperature": 0.5, "top_p": 0.9, "user": "me"},
+        **{"presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": 1}},
+    }
+    extra = {"return_token_ids": True, "include_timings": True, "top_k": 5, "min_p": 0.1}
+    async with serving() as served:
+        chat = {"messages": USER, "logprobs": True, "top_logprobs": 2} | sampling | extra
+        completion = {"prompt": ["a", "b"], "logprobs": 2} | sampling | extra
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        for path, body, whole_kind, chunk_kind in (
+            ("/v1/chat/completions", chat, ChatCompletion, ChatCompletionChunk),
+            ("/v1/completions", completion, Completion, Completion),
+        ):
+            whole = await served.call("POST", path, body | {"prompt_logprobs": 1})
+            whole_kind.model_validate_json(whole.body)
+            for event in (await served.call("POST", path, body | options)).events[:-1]:
+                chunk_kind.model_validate(event)
+
+
+async def test_fields_beyond_openais_go_through_extra_body() -> None:
+    def use(client: openai.OpenAI) -> tuple[Any, Any]:
+        extra = {"prompt_logprobs": 1, "return_token_ids": True, "include_timings": True}
+        chat = client.chat.completions.create(
+            model="fake", messages=USER, extra_body=extra, reasoning_effort="low"
+        )
+        scored = client.completions.create(
+            model="fake", prompt="ab", echo=True, max_tokens=0, logprobs=1
+        )
+        return chat, scored
+
+    async with serving() as served:
+        chat, scored = await with_client(served, use)
+        assert chat.prompt_token_ids == [104, 105]
+        assert chat.choices[0].token_ids == [7, 7]
+        assert chat.prompt_logprobs[1]["105"]["decoded_token"] == "i"
+        assert chat.metrics["time_to_first_token_ms"] >= 0
+        assert scored.choices[0].text == "ab"
+        assert scored.choices[0].logprobs.token_logprobs == [None, -0.25]
+        assert scored.usage.completion_tokens == 0
 
 
 async def test_models() -> None:
