@@ -265,9 +265,9 @@ class BatchRules:
 
     def _end_pairs(self, ending: list[int]) -> tuple[Tensor, Tensor]:
         if self._ending != ending:
-            self._ending = ending
+            self._ending, rows = ending, set(ending)
             self._ending_ids = self._pairs(
-                [(i, rules.end_ids) for i, rules in self._ends if i in set(ending)]
+                [(i, rules.end_ids) for i, rules in self._ends if i in rows]
             )
         return self._ending_ids
 
