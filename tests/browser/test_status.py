@@ -309,7 +309,7 @@ def test_nobody_is_asked_while_nobody_looks(server: Server, visit: Callable[...,
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize("width", [320, 1280])
 def test_it_fits_and_can_be_read(
     server: Server, visit: Callable[..., Visit], scheme: Any, width: int
 ) -> None:
