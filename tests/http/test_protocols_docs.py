@@ -18,6 +18,8 @@ from trioserve.http.refused import SHARED_NEUTRAL
 from trioserve.http.refused import WITHOUT_EFFECT as SHARED_WITHOUT_EFFECT
 from trioserve.http.responses import schema as responses
 
+from . import honoured
+from .honoured import Asked
 from .protocols import MESSAGES, RESPONSES
 
 TEXT = Path("docs/http.md").read_text()
@@ -38,16 +40,17 @@ def listed(text: str, begin: str, end: str) -> set[str]:
 
 def read_by(module: Any, body: dict[str, Any]) -> set[str]:
     """Names of the top-level fields that a parser asks for."""
-    made: list[Fields] = []
+    bodies: list[Asked] = []
 
-    def record(*args: Any) -> Fields:
-        made.append(Fields(*args))
-        return made[-1]
+    def record(body: dict[str, Any], *more: Any) -> Fields:
+        bodies.append(Asked(body))
+        bodies[-1].names = set()
+        return Fields(bodies[-1], *more)
 
     parse = responses.parse_responses if module is responses else messages.parse_messages
     with mock.patch.object(module, "Fields", record):
         parse(json.dumps(body).encode())
-    return made[0]._read
+    return bodies[0].names
 
 
 @pytest.mark.parametrize(
@@ -78,8 +81,6 @@ def test_api_15_tables_of_fields_are_the_schemas(
 
 
 def test_what_other_routes_honour_is_not_called_unknown() -> None:
-    from . import honoured
-
     known = {*SHARED_NEUTRAL, *SHARED_WITHOUT_EFFECT}
     own = {"prompt", "messages", "max_tokens", "max_completion_tokens", "stream_options"}
     for module, body in ((responses, RESPONSES[1]), (messages, MESSAGES[1])):
