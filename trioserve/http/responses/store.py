@@ -142,8 +142,11 @@ class ResponseStore:
         return self._max_responses > 0
 
     def put(self, response: Kept) -> bool:
-        """Keep a response; the oldest make room. False if it is larger than the store."""
+        """Keep a response; the oldest make room. False if it is larger than the store, which then
+        stays as it is."""
         self.discard(response.id)
+        if response.num_bytes + response.turn.conversation_bytes > self._max_bytes:
+            return False
         self._kept[response.id] = response
         self.num_bytes += response.num_bytes
         self._hold(response.turn)
