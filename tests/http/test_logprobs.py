@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trioserve.engine.api import TextDelta, TokenLogprob
+from trioserve.http.render import prompt_logprobs_object
 
 from .bodies import CHAT, COMPLETION
 from .client import serving
@@ -239,3 +240,22 @@ async def test_best_of_n_is_all_of_them() -> None:
         answer = await served.call("POST", "/v1/completions", body)
         assert len(join(answer.events)["choices"]) == 2
         assert served.engine.streams[0].sampling.logprobs is None
+
+
+async def test_echo_and_prompt_logprobs_have_numbers_of_their_own() -> None:
+    async with serving() as served:
+        body = COMPLETION | {"echo": True, "logprobs": 2, "prompt_logprobs": 0}
+        [choice] = (await served.call("POST", "/v1/completions", body)).json["choices"]
+        assert served.engine.streams[0].sampling.prompt_logprobs == 2
+        assert set(choice["prompt_logprobs"][1]) == {"105"}
+        assert len(choice["logprobs"]["top_logprobs"][1]) == 3
+
+
+def test_ranks_that_are_not_told_are_those_of_the_list() -> None:
+    best = [named(1, -0.1), named(2, -0.2)]
+    [shown] = prompt_logprobs_object([named(2, -0.2, top=best)], 2) or []
+    assert shown is not None
+    assert {token: entry["rank"] for token, entry in shown.items()} == {"2": 2, "1": 1}
+    [shown] = prompt_logprobs_object([named(5, -9.0, top=best)], 1) or []
+    assert shown is not None
+    assert {token: entry["rank"] for token, entry in shown.items()} == {"5": None, "1": 1}
