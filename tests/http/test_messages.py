@@ -192,6 +192,7 @@ async def test_sampling_fields_arrive() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type"),

@@ -117,6 +117,8 @@ def _read_prompt(fields: Fields) -> dict[str, Any]:
     if prefill and not messages[-1]["content"]:
         messages.pop()  # an answer that begins with nothing
         prefill = False
+        if not messages:
+            fields.fault("messages", "must hold more than the empty beginning of an answer")
     if system := _read_text(fields, "system", fields.value("system")):
         messages.insert(0, {"role": "system", "content": system})
     return {
