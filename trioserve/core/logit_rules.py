@@ -33,7 +33,7 @@ class History:
         self.output: list[int] = []
         self.counts = counts
         for token_id in output:
-            self._append(token_id)
+            self.append(token_id)
 
     def rewind(self, position: int) -> None:
         """Forget what stands at ``position`` of the sequence and after it.
@@ -52,12 +52,8 @@ class History:
             if self.counts is not None:
                 self.counts.take_back(token_id)
 
-    def append(self, position: int, token_id: int) -> None:
-        """Note the token sampled at ``position``."""
-        self.rewind(position)
-        self._append(token_id)
-
-    def _append(self, token_id: int) -> None:
+    def append(self, token_id: int) -> None:
+        """Note the next token."""
         self.output.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
@@ -242,10 +238,10 @@ class BatchRules:
             changes.add(*self._penalties.apply(logits))
         return changes
 
-    def note(self, positions: list[int], token_ids: list[int]) -> None:
-        """Take the tokens that were sampled for the rows of the batch into their histories."""
+    def note(self, token_ids: list[int]) -> None:
+        """Take the tokens that were sampled after ``apply``, for each row, into the histories."""
         for index, history in self._histories:
-            history.append(positions[index], token_ids[index])
+            history.append(token_ids[index])
 
     def _limit(self, logits: Tensor, changes: Changes) -> None:
         """Mask all but ``allowed_token_ids``."""

@@ -183,7 +183,7 @@ class Sampler:
             self._draw(prepared, positions, logits, best, chosen)
         tokens = chosen.tolist()
         if rules is not None:
-            rules.note(positions, tokens)
+            rules.note(tokens)
         logprobs: dict[int, TokenLogprobs] = {}
         if prepared.logprobs:
             if changes is not None:
