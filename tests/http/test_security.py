@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -228,7 +229,7 @@ async def test_open_routes_are_opened_by_their_exact_path() -> None:
 
 def test_an_open_route_that_does_not_exist_is_refused() -> None:
     config = Config(http=HttpConfig(open_routes=("/metrisc",)))
-    with pytest.raises(ConfigError, match="no route '/metrisc'; did you mean /metrics?"):
+    with pytest.raises(ConfigError, match=r"no route '/metrisc'; did you mean /metrics\?"):
         trio.run(in_trio, lambda: make_app(FakeEngine(), config, trio.Event()))
 
 
@@ -241,6 +242,38 @@ async def test_without_keys_everything_is_open() -> None:
         assert (await served.call("GET", "/metrics")).status == 200
         answer = await served.call("POST", "/v1/completions", COMPLETION, Authorization="Bearer x")
         assert answer.status == 200
+
+
+async def test_official_clients_present_keys_and_know_the_refusal() -> None:
+    import anthropic
+    import openai
+
+    async with serving(api_keys=(KEY,)) as served:
+        url = f"http://127.0.0.1:{served.port}"
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+
+        def ask_openai(key: str) -> str | None:
+            with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+                answer = client.chat.completions.create(model="fake", messages=messages)
+                return answer.choices[0].message.content
+
+        def ask_anthropic(**key: str) -> str:
+            with anthropic.Anthropic(base_url=url, **key) as client:  # type: ignore[arg-type]
+                answer = client.messages.create(model="fake", max_tokens=9, messages=messages)
+                return str(getattr(answer.content[0], "text", None))
+
+        def in_thread(call: Any, *args: Any, **kwargs: Any) -> Any:
+            return trio.to_thread.run_sync(functools.partial(call, *args, **kwargs))
+
+        assert await in_thread(ask_openai, KEY) == "Hello world"
+        assert await in_thread(ask_anthropic, api_key=KEY) == "Hello world"
+        assert await in_thread(ask_anthropic, auth_token=KEY) == "Hello world"
+        with pytest.raises(openai.AuthenticationError, match="not known here") as refused:
+            await in_thread(ask_openai, "wrong")
+        assert refused.value.code == "invalid_api_key"
+        with pytest.raises(anthropic.AuthenticationError, match="not known here"):
+            await in_thread(ask_anthropic, api_key="wrong")
+        assert len(served.engine.streams) == 3
 
 
 # ------------------------------------------------------------------------------ secrets
