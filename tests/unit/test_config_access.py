@@ -60,7 +60,7 @@ def test_keys_from_the_environment_are_shown_nowhere() -> None:
 @pytest.mark.parametrize("text", ["", " ", ",", "[]"])
 def test_empty_keys_in_the_environment_do_not_open_the_server(text: str) -> None:
     """As from a secret that was not filled in."""
-    with pytest.raises(ConfigError, match="TRIOSERVE_HTTP__API_KEYS.*holds no key"):
+    with pytest.raises(ConfigError, match=r"TRIOSERVE_HTTP__API_KEYS.*holds no key"):
         load(None, env={"TRIOSERVE_HTTP__API_KEYS": text}, overrides={})
 
 
