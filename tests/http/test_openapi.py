@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -20,7 +22,6 @@ from trioserve.http.errors import InvalidBody
 from trioserve.http.fields import Fields
 from trioserve.http.messages import schema as messages
 from trioserve.http.openapi.document import MODULES, PATHS, path_of
-from trioserve.http.openapi.requests import NOT_SUPPORTED
 from trioserve.http.responses import schema as responses
 from trioserve.http.routes.tokenization import parse_detokenize, parse_tokenize
 from trioserve.http.sampling_fields import Rules
@@ -219,22 +220,45 @@ VALUES: list[Any] = [
     *("in_memory", [], [7], ["text"], {}, {"x": 7}, {"type": None}, {"type": "x"}),
     *({"type": "text"}, {"type": "disabled"}, {"type": "auto"}, {"type": "none"}),
 ]
-"""All that a field may be which is not supported, and some that it may not be."""
+"""What a field may be that is not supported, and much that others may not be."""
+
+DEPENDENT = ("stream", "prompt_logprobs", "best_of", "top_logprobs", "min_tokens", "max_tokens")
+"""Fields of which some values need others beside them: so much is told in words alone."""
 
 
+def edges(field: dict[str, Any]) -> Iterator[Any]:
+    """What just fits a field, and what just does not."""
+    for name, step in (("minimum", -1), ("maximum", 1)):
+        if abs(field.get(name, 2**63)) < 2**62:
+            yield from (field[name], field[name] + step)
+    if (most := field.get("maxItems", 5000)) < 5000:
+        item = 1 if field["items"].get("type") == "integer" else "x"
+        yield from ([item] * most, [item] * (most + 1))
+    if (most := field.get("maxLength")) is not None:
+        yield from ("x" * most, "x" * (most + 1))
+    for choice in field.get("anyOf", ()):
+        yield from edges(choice)
+
+
+@pytest.mark.parametrize("trusting", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-async def test_api_15_what_the_document_says_of_refused_fields_is_so(path: str) -> None:
-    parse, bodies = BODIES[path]
-    async with serving() as served:
+async def test_api_15_what_the_document_says_of_a_field_is_so(path: str, trusting: bool) -> None:
+    http = {"trust_request_chat_template": trusting, "max_n": 3, "max_stop_strings": 2}
+    async with serving(**http) as served:
         document = await document_of(served)
+    rules = Rules(trust_chat_template=trusting, max_n=3, max_stop_strings=2)
+    parse, bodies = BODIES[path]
+    if "rules" in inspect.signature(parse).parameters:
+        parse = functools.partial(parse, rules=rules)  # type: ignore[call-arg]
     media = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     schema = document["components"]["schemas"][media["schema"]["$ref"].rpartition("/")[2]]
     for form, body in zip(schema.get("anyOf", [schema]), bodies, strict=True):
         for name, field in form["properties"].items():
-            if field.get("description") == NOT_SUPPORTED:
-                says = Draft202012Validator(field).is_valid
-                for value in VALUES:
-                    taken = is_taken(parse, body | {name: value})
+            whole = {"allOf": [field], "components": document["components"]}
+            says = Draft202012Validator(whole).is_valid
+            for value in (*VALUES, *edges(field)):
+                taken = is_taken(parse, body | {name: value})
+                if name not in DEPENDENT or not says(value):
                     assert taken == says(value), (name, value)
 
 

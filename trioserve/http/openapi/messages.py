@@ -103,6 +103,7 @@ def schemas(rules: Rules) -> dict[str, Schema]:
                 **requests.scheduling(),
                 "stream": boolean("Answer as server-sent events.", default=False),
                 "stop": NOTHING,
+                "logprob_token_ids": EMPTY_ARRAY,
                 "stop_sequences": one_of(
                     stop,
                     array(stop, maxItems=rules.max_stop_strings),

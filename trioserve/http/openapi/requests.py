@@ -289,7 +289,7 @@ def _completion(rules: Rules) -> dict[str, Schema]:
     }
 
 
-def chat_prompt() -> dict[str, Schema]:
+def chat_prompt(rules: Rules) -> dict[str, Schema]:
     """What makes the prompt of a chat, beside its messages."""
     return {
         "add_generation_prompt": boolean("Begin the answer's message.", default=True),
@@ -297,9 +297,9 @@ def chat_prompt() -> dict[str, Schema]:
             "Go on with the last message; excludes `add_generation_prompt`.", default=False
         ),
         "add_special_tokens": boolean("Besides those of the template.", default=False),
-        "chat_template": string(
-            "Where `http.trust_request_chat_template` allows it.", maxLength=MAX_TEMPLATE_CHARS
-        ),
+        "chat_template": string("In place of the model's own.", maxLength=MAX_TEMPLATE_CHARS)
+        if rules.trust_chat_template
+        else only(""),
         "chat_template_kwargs": KWARGS,
         "documents": array(free(), "For templates that show them.", maxItems=MAX_DOCUMENTS),
         "reasoning_effort": enum(REASONING_EFFORTS, "For templates that know it."),
@@ -317,7 +317,7 @@ def _chat(rules: Rules) -> dict[str, Schema]:
         ),
         "echo": boolean("Begin with the message that is gone on with.", default=False),
         "return_prompt_text": boolean("Show the rendered prompt.", default=False),
-        **chat_prompt(),
+        **chat_prompt(rules),
         **NEUTRAL,
         **CHAT_NEUTRAL,
         **IGNORED,

@@ -28,7 +28,21 @@ ERRORS = tuple(status for status in GENERATION_ERRORS if status != 429)
 _TEXTS = boolean("Answer with the tokens as the vocabulary writes them as well.", default=False)
 
 _SCHEMAS: dict[str, Schema] = {
-    "TokenizeRequest": one_of(
+    "Tokens": obj(
+        {
+            "count": integer(low=0),
+            "max_model_len": integer("Longest sequence, in tokens.", 1),
+            "tokens": array(integer(low=0)),
+            "token_strs": nullable(array(string(), "If they were asked for.")),
+        }
+    ),
+    "DetokenizeRequest": body({"tokens": array(TOKEN_ID, maxItems=MAX_TOKENS)}, {"model": MODEL}),
+}
+
+
+def schemas(rules: Rules) -> dict[str, Schema]:
+    """The shapes, with what the operator allows."""
+    request = one_of(
         body(
             {"prompt": string("The text.")},
             {
@@ -44,28 +58,14 @@ _SCHEMAS: dict[str, Schema] = {
             {
                 "model": MODEL,
                 "return_token_strs": _TEXTS,
-                **chat_prompt(),
+                **chat_prompt(rules),
                 **{name: CHAT_NEUTRAL[name] for name in CHAT_PROMPT_NEUTRAL},
                 "prompt": {"type": "null"},
             },
             "A chat, as the model gets it.",
         ),
-    ),
-    "Tokens": obj(
-        {
-            "count": integer(low=0),
-            "max_model_len": integer("Longest sequence, in tokens.", 1),
-            "tokens": array(integer(low=0)),
-            "token_strs": nullable(array(string(), "If they were asked for.")),
-        }
-    ),
-    "DetokenizeRequest": body({"tokens": array(TOKEN_ID, maxItems=MAX_TOKENS)}, {"model": MODEL}),
-}
-
-
-def schemas(rules: Rules) -> dict[str, Schema]:
-    """The shapes; none depends on the operator's limits."""
-    return _SCHEMAS
+    )
+    return {"TokenizeRequest": request, **_SCHEMAS}
 
 
 PATHS: dict[str, dict[str, Any]] = {
