@@ -112,6 +112,8 @@ async def test_api_10_bodies_that_are_no_request(path: str, raw: bytes) -> None:
         ({"prompt": [[1], "a"]}, "prompt[1]"),
         ({"prompt": [[1, None]]}, "prompt[0][1]"),
         ({"prompt": [1, 256]}, "prompt"),
+        ({"prompt": [1, 256], "echo": True}, "prompt"),
+        ({"prompt": [256], "echo": True, "logprobs": 0}, "prompt"),
         ({"prompt": [2**64 - 1]}, "prompt"),
         ({"prompt": ["a"] * 2000}, "prompt"),
         ({"prompt": ["a"] * 1000, "n": 2}, "n"),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import orjson
 from quart import Response
 
-from trioserve.errors import ContextLengthExceeded
+from trioserve.errors import ContextLengthExceeded, InvalidRequest
 from trioserve.http.asgi import App
 from trioserve.http.generation import ChoiceSoFar, GenerationCall, GenerationService, Order
 from trioserve.http.render import Head
@@ -141,15 +141,18 @@ async def _shown_prompt(
     """What of a prompt the answer may show."""
     if not body.echo or not token_ids:
         return Prompt(token_ids)
-    first = ""
-    if body.shape.logprobs is not None:
-        first = await call.run(functools.partial(call.engine.decode, token_ids[:1]))
-    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
-        return Prompt(token_ids, prompt, first)
-    decode = functools.partial(
-        call.engine.decode, token_ids, skip_special_tokens=body.sampling.skip_special_tokens
-    )
-    return Prompt(token_ids, await call.run(decode), first)
+    decode = functools.partial(call.engine.decode, token_ids)
+    first = functools.partial(call.engine.decode, token_ids[:1])
+    try:
+        first_token = await call.run(first) if body.shape.logprobs is not None else ""
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return Prompt(token_ids, prompt, first_token)
+        skip = body.sampling.skip_special_tokens
+        text = await call.run(functools.partial(decode, skip_special_tokens=skip))
+        return Prompt(token_ids, text, first_token)
+    except InvalidRequest as error:
+        error.param = body.prompt_field  # an id outside the vocabulary
+        raise
 
 
 def _order(body: GenerationRequest, prompts: list[list[int]]) -> Order:
