@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import orjson
 from quart import Response
 
-from trioserve.errors import ContextLengthExceeded, InvalidRequest
+from trioserve.errors import ContextLengthExceeded
 from trioserve.http.asgi import App
 from trioserve.http.generation import ChoiceSoFar, GenerationCall, GenerationService, Order
 from trioserve.http.render import Head
@@ -47,11 +47,11 @@ class GenerationRoutes:
         call = self._service.open()
         body = await self._read(call, parse_completion)
         prompts = [await _tokenize(call, body, prompt) for prompt in body.prompts]
+        call.submit(_order(body, prompts))
         shown = [
             await _shown_prompt(call, body, text, token_ids)
             for text, token_ids in zip(body.prompts, prompts, strict=True)
         ]
-        call.submit(_order(body, prompts))
         head = self._head(f"cmpl-{call.id}", call, body, prompts)
         renderer = CompletionRenderer(head, shown, body.num_choices, scores=body.scores)
         return await _answer(call, body, renderer)
@@ -138,21 +138,18 @@ def _cut(prompt: list[int], body: GenerationRequest, context_length: int) -> lis
 async def _shown_prompt(
     call: GenerationCall, body: CompletionRequest, prompt: str | list[int], token_ids: list[int]
 ) -> Prompt:
-    """What of a prompt the answer may show."""
-    if not body.echo or not token_ids:
+    """What the answer may show of a prompt that was submitted."""
+    if not body.echo:
         return Prompt(token_ids)
-    decode = functools.partial(call.engine.decode, token_ids)
-    first = functools.partial(call.engine.decode, token_ids[:1])
-    try:
-        first_token = await call.run(first) if body.shape.logprobs is not None else ""
-        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
-            return Prompt(token_ids, prompt, first_token)
-        skip = body.sampling.skip_special_tokens
-        text = await call.run(functools.partial(decode, skip_special_tokens=skip))
-        return Prompt(token_ids, text, first_token)
-    except InvalidRequest as error:
-        error.param = body.prompt_field  # an id outside the vocabulary
-        raise
+    first = ""
+    if body.shape.logprobs is not None:
+        first = await call.run(functools.partial(call.engine.decode, token_ids[:1]))
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        return Prompt(token_ids, prompt, first)
+    decode = functools.partial(
+        call.engine.decode, token_ids, skip_special_tokens=body.sampling.skip_special_tokens
+    )
+    return Prompt(token_ids, await call.run(decode), first)
 
 
 def _order(body: GenerationRequest, prompts: list[list[int]]) -> Order:
