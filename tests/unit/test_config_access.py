@@ -69,3 +69,14 @@ def test_a_flag_may_take_the_keys_of_a_file_away(tmp_path: Path) -> None:
     path.write_text(f'[http]\napi_keys = ["{SECRET}"]\n')
     assert load(path, env={}, overrides={}).config.http.api_keys == (SECRET,)
     assert load(path, env={}, overrides={"http.api_keys": ""}).config.http.api_keys == ()
+
+
+def test_children_get_no_keys() -> None:
+    from trioserve.main import forget_keys, without_keys
+
+    env = {"TRIOSERVE_HTTP__API_KEYS": SECRET, "TRIOSERVE_MODEL__HF_TOKEN": "t", "PATH": "/bin"}
+    config = load(None, env=env, overrides={}).config
+    assert SECRET not in str(without_keys(config))
+    assert without_keys(config).model.hf_token == "t"
+    forget_keys(env)
+    assert env == {"PATH": "/bin"}
