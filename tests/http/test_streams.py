@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import trio
 
 from trioserve.engine.api import TextDelta
 from trioserve.errors import RequestFailed
+from trioserve.http.render import OpenAIRenderer
 
 from .bodies import BOTH, COMPLETION, is_error
 from .client import serving
@@ -121,3 +123,34 @@ async def test_tr_2_bug_in_a_handler_is_a_500_with_an_id(caplog: pytest.LogCaptu
         for stream in streams[-2:]:
             await stream.closed.wait()
         assert (await served.call("GET", "/version")).status == 200
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize("nth", [1, 2])
+async def test_api_14_a_bug_in_a_renderer_is_an_error_event(
+    path: str,
+    body: dict[str, Any],
+    nth: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also while the first delta is rendered, whose status is sent already."""
+    deltas = []
+
+    def note(self: Any, delta: TextDelta) -> bool:
+        deltas.append(delta)
+        if len(deltas) == nth:
+            raise KeyError("secret")
+        return True
+
+    monkeypatch.setattr(OpenAIRenderer, "_shows", note)
+    async with serving() as served:
+        asked = body | {"stream": True, "return_token_ids": True}
+        answer = await served.call("POST", path, asked)
+        assert answer.status == 200
+        *_, last = answer.events
+        assert last["error"]["code"] == "internal_error"
+        assert b"secret" not in answer.body
+        with trio.fail_after(1):
+            await served.engine.streams[0].closed.wait()
+    assert "secret" in caplog.text
