@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trioserve.config.schema import Config
-    from trioserve.engine.api import EngineStatus, Phase, TextDelta, TokenLogprob, Usage
+    from trioserve.engine.api import (
+        EngineStatus,
+        GenerationDefaults,
+        Phase,
+        TextDelta,
+        Timings,
+        TokenLogprob,
+        Usage,
+    )
     from trioserve.engine.engine import Engine
     from trioserve.engine.requests import RequestStream
     from trioserve.engine.supervisor import open_engine
@@ -25,10 +33,12 @@ _HOMES = {
     "Config": "config.schema",
     "Engine": "engine.engine",
     "EngineStatus": "engine.api",
+    "GenerationDefaults": "engine.api",
     "Phase": "engine.api",
     "RequestStream": "engine.requests",
     "SamplingParams": "sampling_params",
     "TextDelta": "engine.api",
+    "Timings": "engine.api",
     "TokenLogprob": "engine.api",
     "TrioserveError": "errors",
     "Usage": "engine.api",
@@ -39,10 +49,12 @@ __all__ = [
     "Config",
     "Engine",
     "EngineStatus",
+    "GenerationDefaults",
     "Phase",
     "RequestStream",
     "SamplingParams",
     "TextDelta",
+    "Timings",
     "TokenLogprob",
     "TrioserveError",
     "Usage",

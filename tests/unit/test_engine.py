@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from typing import Any
 
@@ -403,6 +404,10 @@ def test_engine_is_what_http_expects() -> None:
     names = [name for name in vars(EngineApi) if not name.startswith("_")]
     assert names
     assert not [name for name in names if not hasattr(Engine, name)]
+    for name in names:
+        if callable(method := getattr(EngineApi, name)):
+            expected = inspect.signature(method).parameters
+            assert list(inspect.signature(getattr(Engine, name)).parameters) == list(expected)
 
 
 # ------------------------------------------------------------- what the kill matrix uncovered

@@ -102,6 +102,11 @@ class Engine:
         return self._phase
 
     @property
+    def paused(self) -> bool:
+        """Whether the worker computes no step until ``resume``."""
+        return self._paused
+
+    @property
     def status(self) -> EngineStatus:
         """A snapshot: phase, stages, counters."""
         return EngineStatus(

@@ -402,7 +402,7 @@ class Incarnation:
     def _is_answered_soon(self, command: Command) -> bool:
         """Whether silence after it means that the worker is stuck."""
         if isinstance(command, Work):
-            return not self._engine.status.paused
+            return not self._engine.paused
         return isinstance(command, Check | Control)
 
     async def _read_events(self, worker: Worker, send: trio.MemorySendChannel[Event]) -> None:
