@@ -1,6 +1,6 @@
 """What does a step cost, and where does the time go?
 
-    python bench/step.py [--source SOURCE] [--attention numba] [--threads 2] [--seconds 1]
+    python bench/step.py [--source SOURCE] [--weights int8] [--deterministic] [--seconds 1]
 
 Runs the ModelRunner without HTTP, scheduler or pipes: decode steps by batch size and context, and
 prefill. Prints one JSON object: milliseconds of the median step, split into layers (where they run
@@ -136,13 +136,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", default=DEFAULT_SOURCE)
     parser.add_argument("--attention", choices=["numba", "torch"], default="numba")
-    parser.add_argument("--weights", choices=["auto", "fp32", "fp16", "int8", "packed"], default="auto")
+    parser.add_argument(
+        "--weights", choices=["auto", "fp32", "fp16", "int8", "packed"], default="auto"
+    )
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=1.0, help="per kind of step")
     arguments = parser.parse_args()
     settings = Config(
         model=ModelConfig(source=arguments.source, weights=arguments.weights),
-        engine=EngineConfig(threads=arguments.threads),
+        engine=EngineConfig(threads=arguments.threads, deterministic=arguments.deterministic),
         kernels=KernelsConfig(attention=arguments.attention),
         scheduler=SchedulerConfig(max_num_seqs=32),
     )

@@ -237,7 +237,7 @@ class Decoder:
         self._kernel = kernel
         self._layers = layers
         self._attention = attention
-        self._threads = team.threads
+        self._threads, self._exact = team.threads, team.exact
         self._params = p = Params()
         first = layers[0]
         q_heads = attention.kv_heads * attention.group
@@ -318,6 +318,7 @@ class Decoder:
                 line["inputs"] = line["x_stride"] = packed.inputs
                 line["outputs"], line["panels"] = outputs, packed.count
                 line["panels_per_unit"] = max(1, packed.count // (self._threads * 8))
+                line["exact"] = self._exact
                 line["threads"], line["add"] = self._threads, which in (OUTPUT, DOWN)
                 line["counter"] = self._counters[index, which].ctypes.data
 

@@ -8,6 +8,10 @@ The work is cut into items, each times every KV head: a tile of one row's querie
 its context. A long context is cut into spans of ``SPAN`` tokens for decode rows, so that both
 cores are busy with one sequence too, and the parts are joined at the end. Items depend on their
 row alone: an answer does not change with its batch mates.
+
+With ``exact`` a token's result is the same to the bit however its row is cut into chunks and tiles:
+no context is cut into spans, segments begin at multiples of SEGMENT, keys in a token's future have
+weight 0, and each sum goes in the order of its terms.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ _FIELDS = (
     *("keys", "values", "slots", "row_starts", "query_starts", "row_tables"),
     *("tables", "table_stride", "items", "num_items", "item_capacity"),
     *("num_tokens", "num_rows", "first_parts", "parts", "scratch", "scratch_stride"),
-    *("kv_heads", "group", "head_dim", "lanes", "block_size", "threads", "counters"),
+    *("kv_heads", "group", "head_dim", "lanes", "block_size", "threads", "counters", "exact"),
 )
 
 
@@ -82,6 +86,21 @@ def reference(query, key_cache, value_cache, table, start, scale):
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _exact_product(rows, a, lda, b, ldb, c, ldc, k, accumulate):
+    """As ``_product``, every sum in the order of k."""
+    row = 0
+    while rows - row >= 6:
+        simd.exact6(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
+        row += 6
+    if rows - row >= 4:
+        simd.exact4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
+        row += 4
+    while row < rows:
+        simd.exact1(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
+        row += 1
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
 def _product(rows, a, lda, b, ldb, c, ldc, k, accumulate):
     """C[rows, 16] (+)= A[rows, k] · B[k, 16]."""
     row = 0
@@ -105,9 +124,16 @@ def _product(rows, a, lda, b, ldb, c, ldc, k, accumulate):
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _narrow_product(rows, a, lda, b, ldb, c, ldc, k):
-    """C[rows, 8] = A[rows, k] · B[k, 8]."""
+def _narrow_product(rows, a, lda, b, ldb, c, ldc, k, exact):
+    """C[rows, 8] = A[rows, k] · B[k, 8]; every sum in the order of k if ``exact``."""
     row = 0
+    if exact != 0:
+        while rows - row >= 4:
+            simd.exact_narrow4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
+            row += 4
+        while row < rows:
+            simd.exact_narrow1(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
+            row += 1
     while rows - row >= 4:
         simd.narrow4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
         row += 4
@@ -161,12 +187,13 @@ def _scores(p, table, head, first, count, queries, rows, scores):
         line = table[position // p.block_size] * p.kv_heads + head
         tile = p.keys + (line * p.head_dim * p.block_size + position % p.block_size) * 4
         target = scores + column * 4
-        if width == simd.WIDTH:
-            _product(rows, queries, p.head_dim, tile, p.block_size, target, SEGMENT, p.head_dim, 0)
+        dim, size = p.head_dim, p.block_size
+        if width != simd.WIDTH:
+            _narrow_product(rows, queries, dim, tile, size, target, SEGMENT, dim, p.exact)
+        elif p.exact != 0:
+            _exact_product(rows, queries, dim, tile, size, target, SEGMENT, dim, 0)
         else:
-            _narrow_product(
-                rows, queries, p.head_dim, tile, p.block_size, target, SEGMENT, p.head_dim
-            )
+            _product(rows, queries, dim, tile, size, target, SEGMENT, dim, 0)
 
 
 @numba.njit(fastmath=FASTMATH | {"nnan"}, error_model="numpy")
@@ -214,18 +241,13 @@ def _add_values(p, table, head, first, count, weights, rows, sums):
         piece = min(p.block_size - offset, count - done)
         line = table[position // p.block_size] * p.kv_heads + head
         tile = p.values + (line * p.block_size + offset) * p.lanes * 4
+        part = weights + done * 4
         for lane in range(0, p.lanes, simd.WIDTH):
-            _product(
-                rows,
-                weights + done * 4,
-                SEGMENT,
-                tile + lane * 4,
-                p.lanes,
-                sums + lane * 4,
-                p.lanes,
-                piece,
-                1,
-            )
+            b, c, lanes = tile + lane * 4, sums + lane * 4, p.lanes
+            if p.exact != 0:
+                _exact_product(rows, part, SEGMENT, b, lanes, c, lanes, piece, 1)
+            else:
+                _product(rows, part, SEGMENT, b, lanes, c, lanes, piece, 1)
         done += piece
 
 
@@ -370,7 +392,7 @@ def plan(params):
         first_parts[row] = num_parts
         count = query_starts[row + 1] - query_starts[row]
         length = row_starts[row] + count
-        cuts = (length + SPAN - 1) // SPAN if count == 1 else 1
+        cuts = (length + SPAN - 1) // SPAN if count == 1 and p.exact == 0 else 1
         span = ((length + cuts - 1) // cuts + 15) // 16 * 16
         for query in range(0, count, tile):
             queries = min(tile, count - query)
@@ -419,6 +441,7 @@ class PagedAttention:
         params.kv_heads, params.group, params.head_dim = kv_heads, group, head_dim
         params.lanes = self.lanes = -(-head_dim // 16) * 16
         params.block_size, params.threads = block_size, team.threads
+        params.exact = team.exact
         rows = max(1, QUERIES // group) * group
         params.scratch_stride = 4 * (rows * (head_dim + SEGMENT + 2 + params.lanes) + 16)
         self._scratch = np.zeros(team.threads * params.scratch_stride, np.uint8)

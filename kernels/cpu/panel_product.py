@@ -27,13 +27,14 @@ FEW_ROWS = 6  # beyond it, widening a panel once is quicker (measured: 12 rows 2
 
 _FIELDS = (
     *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
-    *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add", "kind"),
+    *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add", "kind", "exact"),
 )
 
 
 class Params(ctypes.Structure):
     """Addresses of float32 but for ``weight``, which is of ``kind``; the stride in elements;
-    ``bias`` may be 0. With ``add`` the product is added to what ``out`` holds."""
+    ``bias`` may be 0. With ``add`` the product is added to what ``out`` holds; with ``exact`` a
+    row's result does not depend on how many rows there are, to the bit."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
@@ -67,8 +68,8 @@ def _half_product(rows, a, lda, b, c, ldc, k, accumulate):
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _panel_product(rows, a, lda, b, c, ldc, k, accumulate):
-    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL]."""
+def _panel_product(rows, a, lda, b, c, ldc, k, accumulate, exact):
+    """C[rows, PANEL] (+)= A[rows, k] · B[k, PANEL]; every sum in the order of k if ``exact``."""
     row = 0
     while rows - row >= 6:
         simd.panel6(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
@@ -76,6 +77,10 @@ def _panel_product(rows, a, lda, b, c, ldc, k, accumulate):
     if rows - row >= 4:
         simd.panel4(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
         row += 4
+    while exact != 0 and row < rows:
+        a_row, c_row = a + row * lda * 4, c + row * ldc * 4
+        simd.exact_panel1(a_row, lda, b, PANEL, c_row, ldc, k, accumulate)
+        row += 1
     if rows - row >= 2:
         simd.panel2(a + row * lda * 4, lda, b, PANEL, c + row * ldc * 4, ldc, k, accumulate)
         row += 2
@@ -119,7 +124,7 @@ def _panel(p, panel, scratch):
     if width < PANEL:  # the last one goes through a place of its own
         out = scratch + DEPTH * PANEL * 4
         stride, add = PANEL, 0
-    if p.rows <= FEW_ROWS:
+    if p.rows <= FEW_ROWS and p.exact == 0:
         lines = p.inputs // BLOCK
         if p.kind == Q4:
             sums = scratch + (DEPTH + p.rows) * PANEL * 4
@@ -134,7 +139,7 @@ def _panel(p, panel, scratch):
             _widen(p.kind, weight, depth, count, scratch)
             x = p.x + depth * 4
             more = 1 if depth > 0 else add
-            _panel_product(p.rows, x, p.x_stride, scratch, out, stride, count, more)
+            _panel_product(p.rows, x, p.x_stride, scratch, out, stride, count, more, p.exact)
     if width < PANEL:
         _copy(p, first, width, out)
     if p.bias != 0:
@@ -164,7 +169,7 @@ def _add_bias(p, first, width):
 def product_share(p, thread):
     """One thread's panels, taken as they come."""
     scratch = p.scratch + thread * p.scratch_stride
-    if p.kind == Q4 and p.rows <= FEW_ROWS:
+    if p.kind == Q4 and p.rows <= FEW_ROWS and p.exact == 0:
         sums = scratch + (DEPTH + p.rows) * PANEL * 4
         blocks.block_sums(p.rows, p.x, p.x_stride, p.inputs // BLOCK, sums)
     while True:
@@ -225,6 +230,7 @@ class PanelProduct:
         self._counter = ctypes.c_int64()
         p.threads = team.threads
         p.counter = ctypes.addressof(self._counter)
+        p.exact = team.exact
         self._max_rows = self._max_inputs = 0
 
     def __call__(

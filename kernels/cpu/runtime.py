@@ -60,11 +60,13 @@ class Team:
     Args:
         threads: how many run each kernel; 1 runs it on the caller.
         cache: directory for compiled kernels, or None to compile in each process anew.
+        exact: whether what a token gets must be the same to the bit whatever is computed beside it.
     """
 
-    def __init__(self, threads: int, cache: Path | None = None) -> None:
+    def __init__(self, threads: int, cache: Path | None = None, *, exact: bool = False) -> None:
         address = _symbol_address("GOMP_parallel")
         self.threads = threads if address else 1
+        self.exact = exact
         self._cache = cache
         self.num_compiled = 0
         self.num_loaded = 0

@@ -148,6 +148,9 @@ tile3 = _tile(3, WIDTH, 4 if AVX512 else 2)
 tile4 = _tile(4, WIDTH, 2 if AVX512 else 1)
 tile6 = _tile(6, WIDTH, 2 if AVX512 else 1)
 narrow1, narrow4 = _tile(1, 8, 4), _tile(4, 8, 2)
+# Each sum in the order of k, whatever the number of rows: what a row gets is the same to the bit.
+exact1, exact4, exact6 = _tile(1, WIDTH, 1), _tile(4, WIDTH, 1), _tile(6, WIDTH, 1)
+exact_narrow1, exact_narrow4 = _tile(1, 8, 1), _tile(4, 8, 1)
 
 # Weights: panels of 32 columns where two registers of AVX-512 hold a line, else of 16.
 PANEL = 32 if AVX512 else 16
@@ -160,6 +163,7 @@ panel1 = _tile(1, PANEL, 4)
 panel2 = _tile(2, PANEL, 2)
 panel4 = _tile(4, PANEL, 1)
 panel6 = _tile(6, PANEL, 1)
+exact_panel1 = _tile(1, PANEL, 1)
 
 
 @intrinsic

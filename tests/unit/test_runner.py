@@ -152,13 +152,19 @@ class Session:
         self.answers: dict[int, list[int]] = {}
         self.logits: dict[tuple[int, int], Tensor] = {}
         self.scores: dict[int, list[TokenLogprobs | None]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.events: Counter[str] = Counter()
 
     def add(self, id: int, prompt: list[int], **sampling) -> None:
+        self.add_with(
+            id, prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": 12} | sampling)
+        )
+
+    def add_with(self, id: int, prompt: list[int], sampling: SamplingParams) -> None:
         self.prompts[id] = prompt
         self.answers[id] = []
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12} | sampling)
-        self.scheduler.add(Work(id, prompt, params, seed=id))
+        self.logprobs[id] = []
+        self.scheduler.add(Work(id, prompt, sampling, seed=id))
 
     def step(self) -> None:
         batch = self.scheduler.schedule()
@@ -175,6 +181,7 @@ class Session:
                 assert delta.id not in self.scores
                 assert self.answers[delta.id] == delta.token_ids  # with the first token
                 self.scores[delta.id] = delta.prompt_logprobs
+            self.logprobs[delta.id] += delta.logprobs or []
         self.scheduler.check_integrity()
 
     def run(self) -> None:

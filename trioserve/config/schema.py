@@ -132,6 +132,11 @@ class EngineConfig:
         check=ge(0.0),
         unit="s",
     )
+    deterministic: bool = setting(
+        False,
+        "The same tokens and log probabilities, to the bit, whatever else is in the batch, however "
+        "a prompt is cut into steps and whatever the prefix cache held; slower.",
+    )
     threads: int | Auto = setting(
         "auto",
         "Compute threads of the worker; `auto` is the processors it may use.",

@@ -30,7 +30,7 @@ from trioserve.core.prompt_logprobs import Part, PromptScorer, rows_of
 from trioserve.core.sampler import Sampler
 from trioserve.core.stages import RunningStage, StageReporter
 from trioserve.devices import cpu
-from trioserve.errors import StartupError
+from trioserve.errors import ModelError, StartupError
 from trioserve.models.attention import (
     AttentionBackend,
     KVCacheSpec,
@@ -127,12 +127,18 @@ class ModelRunner:
             [layer] * spec.num_layers,
             self._config.cache.block_size,
             processor.threads,
+            exact=self._config.engine.deterministic,
         )
         self.kv_bytes_per_token = attention.bytes_per_token
         if self._config.model.weights != "fp32" and processor.reads_float16:
             self._kernels = compile_kernels(attention)
         if self._kernels is not None:
             self._layout, reason = choose_panels(self._config.model.weights, self._resolved)
+        elif self._config.engine.deterministic:
+            raise ModelError(
+                "[engine] deterministic = true needs weights in panels: not [model] weights = "
+                "fp32, and a processor and a numba that can read float16"
+            )
         else:
             attention.compile()
             self._layout, reason = choose_layout(self._config.model.weights)

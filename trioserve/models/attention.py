@@ -171,13 +171,18 @@ class TorchAttention(AttentionBackend):
 class NumbaAttention(AttentionBackend):
     """Reads the paged cache in place: ``trioserve.kernels.cpu.paged_attention``.
 
+    Attributes:
+        exact: what a token gets is the same to the bit whatever is computed beside it.
+
     Raises:
         Exception: from the constructor, whatever fails where numba does not work.
     """
 
     name = "numba"
 
-    def __init__(self, specs: list[KVCacheSpec], block_size: int, threads: int) -> None:
+    def __init__(
+        self, specs: list[KVCacheSpec], block_size: int, threads: int, *, exact: bool = False
+    ) -> None:
         super().__init__(specs, block_size)
         from trioserve.kernels.cpu.paged_attention import PagedAttention
         from trioserve.kernels.cpu.runtime import Team, cache_directory
@@ -185,7 +190,8 @@ class NumbaAttention(AttentionBackend):
         first = specs[0]
         if any(spec != first for spec in specs):
             raise ValueError("layers with different caches")
-        self.team = Team(threads, cache_directory())
+        self.team = Team(threads, cache_directory(), exact=exact)
+        self.exact = exact
         self.kernel = PagedAttention(
             self.team,
             kv_heads=first.num_kv_heads,
@@ -195,7 +201,8 @@ class NumbaAttention(AttentionBackend):
         )
 
     def describe(self) -> str:
-        return f"{self.name} ({self.team.describe()})"
+        exact = "deterministic; " if self.exact else ""
+        return f"{self.name} ({exact}{self.team.describe()})"
 
     def compile(self) -> None:
         self.kernel.compile()
@@ -229,18 +236,32 @@ def make_backend(
     specs: list[KVCacheSpec],
     block_size: int,
     threads: int,
+    *,
+    exact: bool = False,
 ) -> AttentionBackend:
     """The backend as configured; with "auto" the first that works here, and the log says which.
 
+    ``exact``: what a token gets is the same to the bit whatever is computed beside it.
+
     Raises:
-        ModelError: the one that was asked for does not work here.
+        ModelError: the one that was asked for does not work here, or not exactly.
     """
+    if exact and wanted == "torch":
+        raise ModelError(
+            "[engine] deterministic = true needs numba's kernels; [kernels] attention = torch "
+            "cannot be with it, leave it at auto"
+        )
     if wanted == "torch":
         return TorchAttention(specs, block_size)
     try:
-        return NumbaAttention(specs, block_size, threads)
+        return NumbaAttention(specs, block_size, threads, exact=exact)
     except Exception as error:  # a compiler has many ways to fail
         cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] or 'no message'}"
+        if exact:
+            raise ModelError(
+                f"[engine] deterministic = true cannot be kept here: numba's kernels do not work "
+                f"({cause})"
+            ) from error
         if wanted == "numba":
             raise ModelError(
                 f"[kernels] attention = numba does not work here ({cause}); set it to auto"

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from trioserve.errors import ModelError
 from trioserve.kernels.cpu.codes import Blocks
 from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
 from trioserve.kernels.cpu.runtime import Kernel, Team
 from trioserve.models.attention import BatchContext, NumbaAttention
-from trioserve.models.layers import RMSNorm, silu_mul
+from trioserve.models.layers import RMSNorm, Rotary, silu_mul
 from trioserve.models.linear import Layout
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,11 @@ class PanelKernels:
             one.product = self.product
         if len(panels) == len(projections) + 1:
             return FusedLlama(model, attention, self)
+        if attention.exact:
+            raise ModelError(
+                "[engine] deterministic = true cannot be kept with this checkpoint: some weights "
+                "are beyond float16 and stay float32 (the log names them)"
+            )
         log.info("layers: one by one, not all weights lie in panels")
         attention.compile()
         return model
@@ -90,6 +97,8 @@ class FusedLlama:
             attention.kernel,
             model.spec.rms_norm_eps,
         )
+        self._exact = attention.exact
+        self._rotations = RotationTable(model.rotary) if self._exact else model.rotary
 
     @torch.inference_mode()
     def forward(
@@ -114,20 +123,48 @@ class FusedLlama:
         """As ``Llama.hidden``."""
         model = self.model
         hidden = model.embedding(token_ids)
-        mixed = self.decoder(hidden, model.rotary.rotations(positions), attention.caches)
+        mixed = self.decoder(hidden, self._rotations.rotations(positions), attention.caches)
         # The decoder leaves after the last layer's attention.
         layer = model.layers[-1]
         mixed, hidden = mixed[rows], hidden[rows]
         if rows.shape[0] == 0:
             return hidden
         hidden += layer.output(mixed)
-        hidden += layer.down(silu_mul(layer.gate_up(layer.mlp_norm(hidden))))
+<<<<<<< HEAD
+        hidden += layer.down(silu_mul(layer.gate_up(layer.mlp_norm(h        gate_up = layer.gate_up(self._rowwise(layer.mlp_norm, hidden))
+        hidden += layer.down(self._rowwise(silu_mul, gate_up))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As ``Llama.logits``."""
-        logits: Tensor = self.model.logits(hidden)
+        logits: Tensor = self.model.head(self._rowwise(self.model.norm, hidden))
         return logits
+
+    def _rowwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``function(x)``; with ``exact`` row by row, because torch's operators take another
+        way through the last elements of a tensor, and those belong to other rows then."""
+        if not self._exact:
+            return function(x)
+        return torch.cat([function(row) for row in x.split(1)])
+
+
+class RotationTable:
+    """Rotations by position, made in pieces of fixed size and kept: the same to the bit whatever
+    positions are asked for together."""
+
+    PIECE = 1024  # positions
+
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+        self._table = rotary.rotations(torch.arange(self.PIECE))
+
+    def rotations(self, positions: Tensor) -> Tensor:
+        """As ``Rotary.rotations``."""
+        last = int(positions.max()) if len(positions) else 0
+        while last >= (length := len(self._table)):
+            piece = self._rotary.rotations(torch.arange(length, length + self.PIECE))
+            self._table = torch.cat([self._table, piece])
+        return self._table[positions]
 
 
 def _decoder_layer(layer: Any) -> DecoderLayer:
