@@ -93,7 +93,7 @@ def _emit_block_tile(
             for step in range(unroll):
                 column = builder.add(at, index(step))
                 code_line = builder.add(codes, builder.mul(column, index(PANEL)))
-                for half, values in enumerate(_load_codes(builder, code_line, bits)):
+                for half, values in enumerate(load_codes(builder, code_line, bits)):
                     for row in range(rows):
                         factor = builder.add(x, builder.mul(lda, index(row)))
                         factor = builder.add(factor, builder.mul(column, index(4)))
@@ -138,7 +138,7 @@ def _emit_block_tile(
 _F32P = simd.F32.as_pointer()
 
 
-def _load_codes(builder, address, bits):
+def load_codes(builder, address, bits):
     """The codes of a line as float32 vectors: one for Q8; two for Q4, low and high nibbles."""
     narrow, wide = ir.VectorType(_I8, PANEL), ir.VectorType(simd.I32, PANEL)
     vector = ir.VectorType(simd.F32, PANEL)
@@ -169,7 +169,7 @@ def _widen(bits: int):
 
             def one(at, nothing):
                 place = builder.add(codes, builder.mul(at, index(PANEL)))
-                for half, values in enumerate(_load_codes(builder, place, bits)):
+                for half, values in enumerate(load_codes(builder, place, bits)):
                     values = builder.fmul(values, scale, ("contract",))
                     if minimum is not None:
                         values = builder.fadd(values, minimum, ("contract",))

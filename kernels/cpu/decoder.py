@@ -21,11 +21,17 @@ from torch import Tensor
 
 from trioserve.kernels.cpu import paged_attention, panel_product, simd
 from trioserve.kernels.cpu.paged_attention import PagedAttention, attend_share
-from trioserve.kernels.cpu.panel_product import Panels, product_share, scratch_bytes
+from trioserve.kernels.cpu.panel_product import (
+    Panels,
+    product_share,
+    scratch_bytes,
+    split_bytes,
+)
 from trioserve.kernels.cpu.runtime import (
     FASTMATH,
     Kernel,
     Team,
+    aligned_bytes,
     team_barrier,
     team_size,
     thread_index,
@@ -237,7 +243,7 @@ class Decoder:
         self._kernel = kernel
         self._layers = layers
         self._attention = attention
-        self._threads, self._exact = team.threads, team.exact
+        self._threads, self._exact, self._tiles = team.threads, team.exact, team.tiles
         self._params = p = Params()
         first = layers[0]
         q_heads = attention.kv_heads * attention.group
@@ -331,9 +337,13 @@ class Decoder:
         self._gate_up = torch.zeros(rows, 2 * self._inner)
         self._gated = torch.zeros(rows, self._inner)
         stride = scratch_bytes(rows, max(self._width, self._inner, self._mixed_width))
-        self._scratch = np.zeros(self._threads * stride, np.uint8)
+        self._scratch = aligned_bytes(self._threads * stride)
         linears = self._linears
         linears["scratch"], linears["scratch_stride"] = self._scratch.ctypes.data, stride
+        if self._tiles is not None:
+            most = max(self._width, self._inner, self._mixed_width)
+            self._split = aligned_bytes(split_bytes(rows, most))
+            linears["split"], linears["tiles"] = self._split.ctypes.data, self._tiles.ctypes.data
         for which, source in (
             (QKV, self._normed),
             (OUTPUT, self._mixed),

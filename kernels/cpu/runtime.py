@@ -31,6 +31,7 @@ from numba.extending import intrinsic
 log = logging.getLogger("trioserve.kernels")
 
 # Not "nnan" nor "ninf": a row that overflows must show it, or the sampler cannot fail it alone.
+LINE = 64  # bytes of a cache line
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
@@ -61,12 +62,25 @@ class Team:
         threads: how many run each kernel; 1 runs it on the caller.
         cache: directory for compiled kernels, or None to compile in each process anew.
         exact: whether what a token gets must be the same to the bit whatever is computed beside it.
+        tiles: use the processor's tile unit if there is one. ``exact`` does without: few rows go to
+            the vector unit, whose digits are others.
+
+    Attributes:
+        tiles: the configuration of the tile unit, or None.
     """
 
-    def __init__(self, threads: int, cache: Path | None = None, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        threads: int,
+        cache: Path | None = None,
+        *,
+        exact: bool = False,
+        tiles: bool = True,
+    ) -> None:
         address = _symbol_address("GOMP_parallel")
         self.threads = threads if address else 1
         self.exact = exact
+        self.tiles = _tile_unit() if tiles and not exact else None
         self._cache = cache
         self.num_compiled = 0
         self.num_loaded = 0
@@ -105,7 +119,7 @@ class Team:
         threads = "torch's OpenMP" if self._parallel is not None else "no OpenMP found"
         return (
             f"{self.num_compiled} kernels compiled, {self.num_loaded} from the cache; "
-            f"{self.threads} threads, {threads}"
+            f"{self.threads} threads, {threads}{', tile unit' if self.tiles is not None else ''}"
         )
 
     def run(self, kernel: Kernel, params: ctypes.Structure, threads: int) -> None:
@@ -179,6 +193,19 @@ def next_unit(typing_context, address):
         return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.intp(types.intp), codegen
+
+
+def aligned_bytes(count: int) -> np.ndarray:
+    """Zeros, uint8 [count], that begin with a cache line."""
+    whole = np.zeros(count + LINE, np.uint8)
+    start = -whole.ctypes.data % LINE
+    return whole[start : start + count]
+
+
+def _tile_unit() -> np.ndarray | None:
+    from trioserve.kernels.cpu import amx  # which imports this module
+
+    return amx.configuration() if amx.allow() else None
 
 
 def _symbol_address(name):

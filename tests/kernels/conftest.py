@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,27 @@ from trioserve.kernels.cpu.runtime import Team, cache_directory
 from trioserve.models.attention import BatchContext
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["1 thread", "2 threads"])
+@pytest.fixture(
+    scope="session",
+    params=[(1, True), (2, True), (2, False)],
+    ids=["1 thread", "2 threads", "2 threads without tiles"],
+)
 def team(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param, cache_directory())
+    threads, tiles = request.param
+    return Team(threads, cache_directory(), tiles=tiles)
+
+
+@pytest.fixture(scope="session")
+def assert_product(team: Team) -> Callable[..., None]:
+    """Compares a product with its float64 truth; errors are held to the size of the terms."""
+    relative = 2.0**-20 if team.tiles is None else 2.0**-16
+
+    def compare(out: torch.Tensor, x: np.ndarray, weight: np.ndarray, bias=None) -> None:
+        expected = x.astype(np.float64) @ weight.T + (0 if bias is None else bias)
+        terms = np.abs(x).astype(np.float64) @ np.abs(weight.T)
+        assert np.all(np.abs(out.numpy() - expected) <= terms * relative + 1e-6)
+
+    return compare
 
 
 class Batch:

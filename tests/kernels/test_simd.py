@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.kernels.cpu import simd
-from trioserve.kernels.cpu.paged_attention import _narrow_product, _product
+from trioserve.kernels.cpu.paged_attention import _exact_product, _narrow_product, _product
 
 
 class ExpParams(ctypes.Structure):
@@ -22,7 +22,7 @@ class ExpParams(ctypes.Structure):
 class TileParams(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("a", "lda", "b", "ldb", "c", "ldc", "rows", "k", "accumulate")
+        for name in ("a", "lda", "b", "ldb", "c", "ldc", "rows", "k", "accumulate", "exact")
     ]
 
 
@@ -36,12 +36,15 @@ def exp_all(params):
 
 def wide(params):
     p = numba.carray(params, 1)[0]
-    _product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.accumulate)
+    if p.exact != 0:
+        _exact_product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.accumulate)
+    else:
+        _product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.accumulate)
 
 
 def narrow(params):
     p = numba.carray(params, 1)[0]
-    _narrow_product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k)
+    _narrow_product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.exact)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +84,9 @@ def test_exp_at_its_ends(exp):
     pads=st.tuples(*[st.integers(0, 5)] * 3),
     accumulate=st.booleans(),
     width=st.sampled_from([16, 8]),
+    exact=st.booleans(),
 )
-def test_tiles_equal_float64(products, rows, k, pads, accumulate, width):
+def test_tiles_equal_float64(products, rows, k, pads, accumulate, width, exact):
     rng = np.random.default_rng(rows * 1000 + k)
     a = rng.standard_normal((rows, k + pads[0])).astype(np.float32)
     b = rng.standard_normal((k, width + pads[1])).astype(np.float32)
@@ -93,7 +97,7 @@ def test_tiles_equal_float64(products, rows, k, pads, accumulate, width):
     expected[:, :width] = product + (expected[:, :width] if accumulate else 0)
     params = TileParams(
         *(a.ctypes.data, a.shape[1], b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1]),
-        *(rows, k, accumulate),
+        *(rows, k, accumulate, exact),
     )
     products[width == 8](params)
     np.testing.assert_allclose(c, expected, atol=2e-5)  # and nothing beside the tile has changed
