@@ -130,15 +130,16 @@ class FusedLlama:
         if rows.shape[0] == 0:
             return hidden
         hidden += layer.output(mixed)
-<<<<<<< HEAD
-        hidden += layer.down(silu_mul(layer.gate_up(layer.mlp_norm(h        gate_up = layer.gate_up(self._rowwise(layer.mlp_norm, hidden))
+        gate_up = layer.gate_up(self._rowwise(layer.mlp_norm, hidden))
         hidden += layer.down(self._rowwise(silu_mul, gate_up))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As ``Llama.logits``."""
-        logits: Tensor = self.model.head(self._rowwise(self.model.norm, hidden))
-        return logits
+        if not self._exact or hidden.shape[0] == 0:
+            logits: Tensor = self.model.logits(hidden)
+            return logits
+        return self.model.head(self._rowwise(self.model.norm, hidden))
 
     def _rowwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``function(x)``; with ``exact`` row by row, because torch's operators take another
