@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
+
+import trio
 
 from trioserve.http.openapi.page import render
 from trioserve.http.openapi.shapes import obj, operation, string
@@ -90,3 +93,22 @@ def test_what_is_described_is_escaped() -> None:
     )
     assert "<script" not in text
     assert read(text).open == []
+
+
+async def test_both_are_made_once_and_only_when_asked_for() -> None:
+    in_a_new_process = (
+        "import sys, trioserve.http.app;"
+        "sys.exit(any(name.startswith('trioserve.http.openapi') for name in sys.modules))"
+    )
+    await trio.run_process([sys.executable, "-c", in_a_new_process])
+    async with serving() as served:
+        for path in ("/openapi.json", "/docs"):
+            async with trio.open_nursery() as nursery:
+                answers: list[bytes] = []
+
+                async def ask(path: str = path, answers: list[bytes] = answers) -> None:
+                    answers.append((await served.call("GET", path)).body)
+
+                for _ in range(3):
+                    nursery.start_soon(ask)
+            assert len(set(answers)) == 1

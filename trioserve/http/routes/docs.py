@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import orjson
+import trio
 from quart import Response
 
 from trioserve.engine.api import GenerationDefaults
@@ -35,13 +36,25 @@ class DocRoutes:
 
     async def document(self) -> Response:
         """The routes that are registered, as OpenAPI 3.1."""
-        return Response(self._document_bytes, content_type=JSON)
+        return Response(await self._made("_document_bytes"), content_type=JSON)
 
     async def page(self) -> Response:
         """The same to read."""
         return Response(
-            self._page_bytes, content_type="text/html; charset=utf-8", headers=PAGE_HEADERS
+            await self._made("_page_bytes"),
+            content_type="text/html; charset=utf-8",
+            headers=PAGE_HEADERS,
         )
+
+    async def _made(self, name: str) -> bytes:
+        """A property, made in a thread the first time: that takes some 50 ms, which streams would
+        notice. Cancellation leaves the thread to end by itself."""
+        if name not in vars(self):
+            make = functools.partial(getattr, self, name)
+            limiter = self._app.context.parsing
+            await trio.to_thread.run_sync(make, abandon_on_cancel=True, limiter=limiter)
+        made: bytes = getattr(self, name)
+        return made
 
     @functools.cached_property
     def _document(self) -> dict[str, Any]:
