@@ -73,6 +73,7 @@ async def test_api_08_max_tokens_is_clamped_to_the_context() -> None:
         for prompt, asked, got in [
             ("x" * 8, {"max_tokens": 57}, 56),
             ("x" * 8, {"max_tokens": 10**9}, 56),
+            ("x" * 8, {"max_tokens": 90, "min_tokens": 80}, 56),
             ("x" * 63, {}, 1),
             ("x" * 8, {}, 16),
             ("x" * 8, {"max_tokens": None}, 16),
