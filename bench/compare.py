@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--url", action="append", default=[], metavar="NAME=URL")
     parser.add_argument("--python", default=sys.executable, help="that has the peers")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", help="write everything there; - for stdout")
     parser.add_argument("options", nargs="*", help="for trioserve run, after --")
     arguments = parser.parse_args()
     seed = os.urandom(4).hex()
@@ -237,10 +237,13 @@ def report(
         )
     rows.append(("seconds to be ready", *(round(started.get(name, 0.0), 1) for name in medians)))
     for line in table(rows):
-        print(line)
-    if arguments.json:
-        result = {"conditions": conditions(), "ready_s": started, "median": medians, "all": seen}
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
+        print(line, file=sys.stderr if arguments.json == "-" else sys.stdout)
+    result = {"conditions": conditions(), "ready_s": started, "median": medians, "all": seen}
+    text = json.dumps(result, indent=1)
+    if arguments.json == "-":
+        print(text)
+    elif arguments.json:
+        Path(arguments.json).write_text(text + "\n")
 
 
 if __name__ == "__main__":

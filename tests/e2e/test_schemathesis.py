@@ -15,8 +15,8 @@ from .server import running
 # Rules between fields (stream_options needs stream) are told in words, and 1.0 is an integer to
 # JSON Schema but not here: so a request may be refused that the document does not forbid. A request
 # may ask for a deadline that cannot be met. Cases that begin from others' answers are the unit
-# tests' part: those are not the same in every run. Cases come in the same order each time; how far a
-# run gets depends on the machine.
+# tests' part: those are not the same in every run. Cases come in the same order each time; how far
+# a run gets depends on the machine.
 CONFIG = """\
 [checks.positive_data_acceptance]
 enabled = false

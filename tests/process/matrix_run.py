@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import trio
 
 from trioserve.ipc.status_page import process_state
@@ -28,6 +27,17 @@ from .matrix_cases import (
     exit_codes,
     survives,
 )
+from .matrix_parts import (
+    Answer,
+    Result,
+    Wrong,
+    command_line,
+    flat,
+    never_answer,
+    to_toml,
+    unchunk,
+    written,
+)
 
 CHILDREN = Path(__file__).parent / "children"
 RANDOM_MODEL = "random:llama?num_layers=1&hidden_size=32"
@@ -40,35 +50,6 @@ DRAIN_S = 1.0  # where a drain is to be cut
 LISTENS_S = 1.0  # from the start of a server to its sockets, where it has a processor to itself
 MAX_SLACK = 10.0
 TICK_S = 0.02
-
-
-class Wrong(AssertionError):
-    """The case is not as it should be."""
-
-
-@attrs.define
-class Answer:
-    """What a client got. ``kind``: "complete", "error", or "cut" where the connection ended."""
-
-    who: str
-    kind: str = ""
-    text: str = ""
-    came: trio.Event = attrs.field(factory=trio.Event, repr=False)
-
-
-@attrs.define
-class Result:
-    """How a case went; ``problems`` is empty if well."""
-
-    case: Case
-    problems: list[str] = attrs.field(factory=list)
-    exit_code: int | None = None
-    outcome_s: float = math.nan  # from the event to the end of the parent
-    log: str = ""
-
-    def describe(self) -> str:
-        """For people: the problems, and the log that shows them."""
-        return "\n".join([f"=== {self.case.name}", *self.problems, self.log[-6000:]])
 
 
 async def run_case(case: Case, directory: Path, model: str) -> Result:
@@ -92,13 +73,6 @@ async def run_case(case: Case, directory: Path, model: str) -> Result:
     result.log = run.log
     result.problems += run.problems
     return result
-
-
-def flat(group: BaseExceptionGroup[Any]) -> list[BaseException]:
-    errors: list[BaseException] = []
-    for error in group.exceptions:
-        errors += flat(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return errors
 
 
 class Run:
@@ -621,45 +595,6 @@ class Run:
                 allowed = {"error", "complete"}
             if answer.kind not in allowed:
                 self.problems.append(f"{answer} instead of {sorted(allowed)}")
-
-
-def written(fault: str) -> str:
-    """A fault as the configuration has it."""
-    numbers = {"exit": "exit:3", "signal": "signal:11", "device-memory": "device-memory:1000"}
-    return numbers.get(fault, fault)
-
-
-def unchunk(raw: bytes) -> bytes:
-    """The body of a chunked answer, as far as it came."""
-    body = b""
-    while raw:
-        size, _, raw = raw.partition(b"\r\n")
-        try:
-            length = int(size, 16)
-        except ValueError:
-            break
-        body, raw = body + raw[:length], raw[length + 2 :]
-    return body
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-    except OSError:
-        return b""
-
-
-def to_toml(sections: dict[str, dict[str, Any]]) -> str:
-    """JSON's values are TOML's, for what is used here."""
-    lines = []
-    for section, values in sections.items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-    return "\n".join(lines) + "\n"
-
-
-async def never_answer(stream: trio.SocketStream) -> None:
-    await trio.sleep_forever()
 
 
 async def run_cases(

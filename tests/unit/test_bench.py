@@ -1,4 +1,4 @@
-"""The arithmetic, the readers and the client of bench/, and short runs of serve and startup."""
+"""The arithmetic, the readers and the client of bench/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,6 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ..e2e.server import running
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -447,161 +445,3 @@ def test_memory_and_time_of_a_tree_of_processes() -> None:
     own = proc.memory_of(os.getpid())
     assert 1 < own["rss_anon_mib"] < own["rss_mib"] <= own["peak_rss_mib"]
     assert proc.cpu_s_of_tree(os.getpid()) > 0
-
-
-# ------------------------------------------------------------------------------- the scripts
-
-
-def call(name: str, *arguments: str, timeout_s: float = 60) -> tuple[int, Any, str]:
-    done = subprocess.run(
-        [sys.executable, str(BENCH / f"{name}.py"), "--json", "-", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with running(tmp_path_factory.mktemp("server"), **SIMULATED) as started:
-        yield started
-
-
-@pytest.mark.parametrize("loop", [("--concurrency", "3"), ("--rate", "100")])
-def test_serve_counts_what_a_server_did(server: Any, loop: tuple[str, str]) -> None:
-    sizes = ("--requests", "6", "--prompt-tokens", "20", "--max-tokens", "9", "--repeat", "2")
-    code, result, err = call(
-        "serve",
-        *("--base-url", server.url, "--seed", "1", "--pid", str(server.process.pid)),
-        *(*loop, *sizes),
-    )
-    assert code == 0, err
-    assert result["failures"] == {}
-    assert [run["output_tokens"] for run in result["runs"]] == [54, 54]
-    assert [run["prompt_tokens"] for run in result["runs"]] == [120, 120]
-    median = result["median"]
-    assert median["finish_reasons"] == {"length": 6}
-    assert 0 < median["ttft_ms"]["median"] <= median["e2e_ms"]["median"]
-    assert median["output_tokens_per_s"] > 0
-    assert median["client"]["cpu_s"] > 0
-    assert set(median["server"]["memory"]) == {"parent", "worker", "total"}
-    assert "output_tokens_per_s" in err
-
-
-def test_serve_says_why_a_server_refuses(server: Any) -> None:
-    code, result, err = call("serve", "--base-url", server.url, "--prompt-tokens", "99999")
-    assert (code, result) == (1, None)
-    assert "prompts as ids: HTTP 400 context_length_exceeded" in err
-
-
-async def test_serve_counts_failures_of_all_runs_and_exits_with_1(tmp_path: Path) -> None:
-    models = json.dumps({"data": [{"id": "m"}]}).encode()
-    num_posts = 0
-
-    async def handle(stream: trio.SocketStream) -> None:
-        nonlocal num_posts
-        async with stream:
-            request = await stream.receive_some()
-            if b"GET /v1/models" in request:
-                await stream.send_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + models)
-            elif b"GET " in request:
-                await stream.send_all(b"HTTP/1.1 404 No\r\nConnection: close\r\n\r\n")
-            else:
-                num_posts += 1
-                busy = b"HTTP/1.1 429 Busy\r\nConnection: close\r\n\r\n" + FULL
-                whole = b"".join(data for _, data in WHOLE)
-                await stream.send_all(whole if num_posts % 2 else busy)
-
-    peer = Peer()
-    peer.handle = handle  # type: ignore[method-assign]
-    out = str(tmp_path / "out.json")
-    async with serving(peer) as target:
-        url = f"http://127.0.0.1:{target.port}"
-        arguments = ["--base-url", url, "--requests", "4", "--repeat", "2", "--json", out]
-        command = [sys.executable, str(BENCH / "serve.py"), *arguments]
-        done = await trio.run_process(command, check=False, capture_stdout=True)
-    assert done.returncode == 1
-    assert done.stdout.decode().splitlines()[-1] == "failed 4 times: HTTP 429 queue_full"
-    result = json.loads(await trio.Path(out).read_text())
-    assert result["failures"] == {"HTTP 429 queue_full": 4}
-    assert result["settings"]["prompts"] == "ids"
-    assert result["median"]["completed"] == 2
-
-
-def test_serve_without_a_server() -> None:
-    code, _, err = call("serve", "--base-url", "http://127.0.0.1:1")
-    assert code == 1
-    assert err == (
-        "serve: http://127.0.0.1:1: /v1/models gives no answer, "
-        "/health/ready no answer; see --wait\n"
-    )
-
-
-def test_startup_tells_times_stages_and_memory() -> None:
-    source = str(SIMULATED["model"]["source"])
-    counts = ("--commands", "1", "--cold", "1", "--warm", "1", "--load-requests", "2")
-    code, result, err = call("startup", *counts, "--", "--device", "simulated", "--model", source)
-    assert code == 0, err
-    assert set(result["median"]) == {"commands", "cold", "warm"}
-    warm = result["median"]["warm"]
-    assert 0 < warm["port_open_s"] < warm["ready_s"] < warm["first_token_s"]
-    assert {"inspect", "spawn", "self-test"} <= set(warm["stages_s"])
-    assert warm["memory_after_load"]["worker"]["rss_anon_mib"] > 0
-    assert "memory_after_load" not in result["median"]["cold"]
-    commands = result["median"]["commands"]
-    assert commands["bare python"]["min_ms"] < commands["trioserve --help"]["min_ms"]
-
-
-def test_startup_shows_why_a_server_did_not_start() -> None:
-    code, result, err = call("startup", "--commands", "0", "--", "--model", "nowhere/at/all")
-    assert (code, result) == (1, None)
-    assert "nowhere/at/all" in err
-    assert "startup: the server ended with exit code" in err
-
-
-# ------------------------------------------------------------------------- soak and overload
-
-
-def test_slope_is_that_of_a_steady_growth_and_passes_over_a_jump() -> None:
-    assert stats.slope([(x, 5.0 + 3 * x) for x in range(10)]) == 3
-    assert stats.slope([(x, 7.0) for x in range(10)]) == 0
-    assert stats.slope([(x, 0.0 if x < 30 else 1e6) for x in range(60)]) == 0
-    assert stats.slope([(1.0, 2.0)]) == 0
-
-
-def test_a_short_soak_finds_nothing_left(tmp_path: Path) -> None:
-    """No verdict on memory over so few requests: its limit is out of reach."""
-    counts = [f"--{kind}=40" for kind in ("tiny", "aborted", "erroneous", "warm-up", "round")]
-    path = tmp_path / "soak.json"
-    done = subprocess.run(
-        [sys.executable, BENCH / "soak.py", *counts, "--limit=1e9", "--json", path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(path.read_text())
-    assert found["verdict"] == "flat"
-    assert found["phases"]["all"]["requests"] == 120
-    assert found["outcomes"]["tiny: ok"] == 40
-    assert len(found["samples"]) == 4
-    assert found["first"]["worker_bytes"] > 1_000_000
-
-
-def test_a_short_overload_sees_streams_and_probes(tmp_path: Path) -> None:
-    path = tmp_path / "overload.json"
-    limits = ["--seconds=1", "--gap-ms=1e6", "--probe-ms=1e6", "--only=half-closed"]
-    done = subprocess.run(
-        [sys.executable, BENCH / "overload.py", *limits, "--json", path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [case] = json.loads(path.read_text())["median"].values()
-    assert case["gaps"] > 10
-    assert case["probes"] > 1
-    assert 0 < case["gap_median_ms"] <= case["gap_worst_ms"]
