@@ -49,8 +49,12 @@ class ChatTemplate:
             self._template = _environment(now).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
-                f"chat template, line {error.lineno}: {error.message}; "
+                f"chat template, line {error.lineno}: {_sendable(str(error.message))}; "
                 "correct it or give another template"
+            ) from error
+        except Exception as error:  # nested too deep, numbers too long: Python's own limits
+            raise ModelError(
+                f"chat template: cannot be compiled: {_told(error)}; give another template"
             ) from error
 
     def render(
@@ -76,6 +80,8 @@ class ChatTemplate:
             if name in template_kwargs:
                 path = f"chat_template_kwargs.{name}"
                 raise InvalidRequest(f"{path} is set by the server", param=path)
+        if tools is not None and not isinstance(tools, list | tuple):
+            raise InvalidRequest("tools must be a list", param="chat_template_kwargs.tools")
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message goes on with the last message, add_generation_prompt opens "
@@ -100,12 +106,10 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except _Refused as refusal:
-            raise InvalidRequest(str(refusal), param="messages") from None
+            raise InvalidRequest(_sendable(str(refusal)), param="messages") from None
         except Exception as error:  # a template is a program; whatever it does, the server stands
-            reason = " ".join(str(error).split()) or "no reason given"
             raise InvalidRequest(
-                f"the model's chat template fails on this request: {type(error).__name__}: "
-                f"{reason[:300]}",
+                f"the model's chat template fails on this request: {_told(error)}",
                 param="messages",
             ) from error
 
@@ -145,6 +149,16 @@ def _cut(text: str) -> str:
         )
     before = before.replace(mark, "")  # it may show a message more than once
     return before if mark is _CUT else before.rstrip()
+
+
+def _told(error: Exception) -> str:
+    reason = " ".join(_sendable(str(error)).split()) or "no reason given"
+    return f"{type(error).__name__}: {reason[:300]}"
+
+
+def _sendable(text: str) -> str:
+    """``text`` as UTF-8 can carry it: a template's literals may hold halves of surrogate pairs."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _refuse(message: Any = "the chat template refuses these messages") -> None:

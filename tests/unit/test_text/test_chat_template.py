@@ -145,6 +145,35 @@ def test_variables_of_the_server_cannot_be_set(name: str) -> None:
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
+@pytest.mark.parametrize("tools", [5, True, "abc", {"a": 1}])
+def test_tools_that_are_no_list_are_refused(tools: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be a list") as caught:
+        render("x", tools=tools)
+    assert caught.value.param == "chat_template_kwargs.tools"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{" + "(" * 5000 + ")" * 5000 + "}}", "{{ [" * 2000, "{{ 10**5000 }}"],
+    ids=["parentheses", "lists", "number"],
+)
+def test_a_template_beyond_pythons_limits_is_broken(source: str) -> None:
+    with pytest.raises(ModelError, match="chat template"):
+        ChatTemplate(source)
+
+
+def test_errors_can_be_sent_whatever_the_template_says() -> None:
+    for source in (
+        "{{ raise_exception('\\ud800') }}",
+        "{{ x['\\ud800'].y }}",
+        "{{ strftime_now('\\ud800') }}",
+        "{{ x '\\ud800' }}",
+    ):
+        with pytest.raises((InvalidRequest, ModelError)) as caught:
+            render(source)
+        str(caught.value).encode()
+
+
 def test_one_render_leaves_no_trace_in_the_next() -> None:
     template = ChatTemplate("{{ x }}{% set x = 5 %}{{ messages | length }}")
     assert template.render([USER, USER], x=1) == "12"
