@@ -53,6 +53,9 @@ REFUSED: dict[str, tuple[bytes, int]] = {
     "name with a NUL": (head(b"Host: x", b"a\0b: c", LENGTH) + BODY, 400),
     "value with a NUL": (head(b"Host: x", b"a: b\0c", LENGTH) + BODY, 400),
     "value with a bare CR": (head(b"Host: x", b"a: b\rContent-Length: 0", LENGTH) + BODY, 400),
+    "value with a bare LF": (head(b"Host: x", b"a: b\nContent-Length: 0", LENGTH) + BODY, 400),
+    "bare LF at the end": (head(b"Host: x", LENGTH)[:-4] + b"\n\n" + BODY, 400),
+    "bare LF alone": (head(b"Host: x", LENGTH).replace(b"\r", b"") + BODY, 400),
     "no name": (head(b"Host: x", b": c", LENGTH) + BODY, 400),
     "name not ASCII": (head(b"Host: x", b"\xc3\xa9: c", LENGTH) + BODY, 400),
     "bad chunk size": (head(b"Host: x", TE) + b"zz\r\n" + BODY, 400),
@@ -156,6 +159,25 @@ async def test_bad_hosts(lines: list[bytes]) -> None:
         assert answer.status == 400
         assert await client.rest() == b""
         await still_serves(served)
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://x/health", 200),
+        ("HTTP://[::1]:80/health", 200),
+        ("http://x?/health", 400),
+        ("http://x#/health", 400),
+        ("http://a@b/health", 400),
+        ("http:///health", 400),
+        ("http://", 400),
+    ],
+)
+async def test_targets_with_a_host(target: str, status: int) -> None:
+    async with serving() as served:
+        client = await served.connect()
+        await client.stream.send_all(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % target.encode())
+        assert (await client.answer()).status == status
 
 
 async def send(client: Client, pieces: list[bytes]) -> None:

@@ -108,6 +108,39 @@ async def test_op_02_paths_over_http2(path: str, method: str) -> None:
         assert await client.answer(3) == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("?x", "GET", 200),
+        ("*", "GET", 404),
+        ("health", "GET", 200),
+        ("/\xe9", "GET", 404),
+        ("/health?\xe9", "GET", 200),
+        ("/health", "\xe9", 405),
+        ("", "CONNECT", 400),
+    ],
+)
+async def test_strange_heads_over_http2_end_no_other_stream(
+    path: str, method: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine, http2=True) as served:
+        client = H2Client(await served.connect())
+        await client.send(1, "/v1/completions", b'{"prompt": "hi"}')
+        client.connection.end_stream(1)
+        await client.flush()
+        [stream] = await engine.submitted()
+        head = [(":method", method), *((":path", path),) * bool(path), (":authority", "x")]
+        if method != "CONNECT":
+            head.append((":scheme", "http"))
+        client.connection.send_headers(3, head, end_stream=True)
+        await client.flush()
+        assert await client.answer(3) == status
+        answer_hello(stream)
+        assert await client.answer(1) == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_large_heads_over_http2() -> None:
     async with serving(http2=True) as served:
         client = H2Client(await served.connect())

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, cast
+from urllib.parse import quote
 
 import attrs
 import h11
@@ -39,6 +40,8 @@ from trioserve.ipc.framing import FEW_BYTES, next_read
 
 READ_AHEAD_BYTES = 64 * 1024  # kept of what follows a request that is still being answered
 CLOSE_GRACE_S = 1.0
+ASCII = bytes(range(0x21, 0x7F))
+BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 HOST = re.compile(rb"([A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(:\d{0,5})?")
 
 
@@ -80,10 +83,11 @@ class _ReadAhead:
 
 
 class _H11(h11.Connection):
-    """h11 that passes over what follows a connection's last request.
+    """h11 that passes over what follows a connection's last request, and is strict with line ends.
 
     After a request with ``Connection: close``, or one of HTTP/1.0, h11 takes further bytes, an old
-    client's line end already, for a fault, and the answer would be lost to it.
+    client's line end already, for a fault, and the answer would be lost to it. And it takes a bare
+    line feed for a line's end, where a proxy may see a part of the line.
     """
 
     def receive_data(self, data: bytes) -> None:
@@ -96,6 +100,14 @@ class _H11(h11.Connection):
         if self.their_state is h11.IDLE and self._passes_over_line_ends():
             return h11.NEED_DATA
         return super().next_event()
+
+    def _extract_next_receive_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            data = self._receive_buffer._data
+            end = data.find(b"\r\n\r\n")
+            if BARE_LINE_FEED.search(data, 0, end if end >= 0 else len(data)):
+                raise h11.RemoteProtocolError("a line feed without a carriage return")
+        return super()._extract_next_receive_event()
 
     def _passes_over_line_ends(self) -> bool:
         """Drop line ends before a request, which some clients send after a body; whether all there
@@ -270,6 +282,7 @@ class _Protocol(ProtocolWrapper):
             spoken.streams = _Streams()
             # h2 holds clients to the setting only once they have acknowledged it.
             spoken.connection.decoder.max_header_list_size = self._limits.num_bytes
+            cast(Any, spoken)._create_stream = _with_usable_head(spoken._create_stream)
         self._spoken = spoken
 
     @property
@@ -283,6 +296,29 @@ class _Protocol(ProtocolWrapper):
     def has_all(self) -> bool:
         """Whether nothing more of a request is on its way, as far as can be told."""
         return self.protocol is self.h1 and self.h1.has_all
+
+
+CreateStream = Callable[[Any], Coroutine[Any, Any, None]]
+
+
+def _with_usable_head(create: CreateStream) -> CreateStream:
+    """``create``, given each request's head as it can take it.
+
+    hypercorn ends the connection, with all its streams, over what is not ASCII in a method or path
+    and over a CONNECT without a path. What is no path from the root is put below it.
+    """
+
+    async def create_usable(request: Any) -> None:
+        head = dict(request.headers)
+        method, path = (quote(head.get(name, b""), safe=ASCII) for name in (b":method", b":path"))
+        request.headers = [
+            (b":method", method.encode()),
+            (b":path", path.encode() if path.startswith("/") else b"/" + path.encode()),
+            *(pair for pair in request.headers if pair[0] not in (b":method", b":path")),
+        ]
+        await create(request)
+
+    return create_usable
 
 
 class Connection(TCPServer):
@@ -449,8 +485,8 @@ def _origin_form(target: bytes) -> bytes | None:
         return target
     for scheme in (b"http://", b"https://"):
         if target[: len(scheme)].lower() == scheme:
-            _, slash, rest = target[len(scheme) :].partition(b"/")
-            return slash + rest or b"/"
+            host, slash, rest = target[len(scheme) :].partition(b"/")
+            return slash + rest or b"/" if host and HOST.fullmatch(host) else None
     return None
 
 
