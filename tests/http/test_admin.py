@@ -184,7 +184,10 @@ async def test_list_is_bounded_and_the_oldest_comes_first() -> None:
         assert found["total"] == 5
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "1001", "x", "", "1.5", "9" * 5000, "%D9%A3"])
+@pytest.mark.parametrize(
+    "limit",
+    ["0", "-1", "1001", "x", "", "1.5", "9" * 5000, "%D9%A3", "0" * 8 + "10" * 5, "0" * 5000 + "1"],
+)
 async def test_list_with_a_bad_limit(limit: str) -> None:
     async with serving(admin=True) as served:
         answer = await served.call("GET", f"/v1/requests?limit={limit}")

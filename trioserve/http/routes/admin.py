@@ -122,7 +122,7 @@ class AdminRoutes:
 
 
 def _limit(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LIMIT):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= MAX_LIMIT):
         raise InvalidRequest(f"limit must be an integer from 1 to {MAX_LIMIT}", param="limit")
     return int(text)
 
