@@ -532,8 +532,8 @@ class Engine:
         num_tokens, limit = len(prompt_token_ids), info.max_model_len
         if num_tokens >= limit:
             raise ContextLengthExceeded(
-                f"the maximum context length is {limit} tokens; the prompt has {num_tokens} and "
-                "leaves no room for an answer",
+                f"the prompt is too long: this model's maximum context length is {limit} tokens, "
+                f"the prompt has {num_tokens} and leaves no room for an answer",
                 param="prompt",
             )
         for index, token_id in enumerate(prompt_token_ids):

@@ -53,8 +53,8 @@ class Prompts:
         least = self.tokenizer.min_num_tokens(text, limit + 1)
         if least > limit:
             raise ContextLengthExceeded(
-                f"the maximum context length is {limit} tokens; a prompt of {len(text)} "
-                f"characters is at least {least} tokens",
+                f"the prompt is too long: this model's maximum context length is {limit} tokens, a "
+                f"prompt of {len(text)} characters is at least {least} tokens",
                 param="prompt",
             )
         return await self._off_loop(len(text), self.tokenizer.encode, text, add_special_tokens)

@@ -263,8 +263,8 @@ class GenerationCall:
         room = context_length - len(prompt)
         if room < 1:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens and the context {context_length}, which"
-                " leaves no room for an answer; shorten it",
+                f"the prompt is too long: this model's maximum context length is {context_length}"
+                f" tokens, the prompt has {len(prompt)} and leaves no room for an answer",
                 param=order.prompt_field,
             )
         return room
@@ -277,9 +277,9 @@ class GenerationCall:
             context_length = self.engine.max_model_len
             num_tokens = context_length - room
             raise ContextLengthExceeded(
-                f"the prompt has {num_tokens} tokens and {order.max_tokens_field} is {asked},"
-                f" together {num_tokens + asked}; the context holds {context_length}. Shorten the"
-                f" prompt, or ask for at most {room}",
+                f"this model's maximum context length is {context_length} tokens; the prompt has"
+                f" {num_tokens} and {order.max_tokens_field} is {asked}, together"
+                f" {num_tokens + asked}. Shorten the prompt, or ask for at most {room}",
                 param=order.max_tokens_field,
             )
         min_tokens = min(sampling.min_tokens, room)
