@@ -144,6 +144,20 @@ async def test_api_07_echo_with_logprobs(stream: bool, n: int) -> None:
             assert shown["top_logprobs"][1] == {"\x01": -0.1, "bytes:\\xc3": -0.25}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_with_logprob_token_ids_alone(stream: bool) -> None:
+    async with serving() as served:
+        body = {"prompt": "ab", "echo": True, "logprob_token_ids": [1], "stream": stream}
+        answer = await served.call("POST", "/v1/completions", body)
+        [choice] = (join(answer.events) if stream else answer.json)["choices"]
+        assert choice["text"] == "abHello world"
+        assert choice["logprobs"]["tokens"] == ["a", "b", "Hello", " world"]
+        assert choice["logprobs"]["top_logprobs"][1:3] == [
+            {"b": -0.25},
+            {"\x01": -9.0, "Hello": -0.5},
+        ]
+
+
 async def test_api_07_tokens_before_the_text_do_not_shift_offsets() -> None:
     """A tokenizer may begin a prompt with a token, or a space, that was not in the text."""
 

@@ -206,9 +206,10 @@ def parse_completion(raw: bytes, rules: Rules | None = None) -> CompletionReques
         "max_tokens", DEFAULT_COMPLETION_TOKENS, low=0 if echo else 1, high=MAX_INT
     )
     best_of = fields.integer("best_of", low=1, high=rules.max_n)
-    common = _read_common(
-        fields, rules, max(max_tokens, 1), logprobs, best_of, logprobs if echo else None
-    )
+    echoed = logprobs if echo else None
+    if echo and logprobs is None and fields.value("logprob_token_ids"):
+        echoed = 0  # the answer shows log probabilities, so the prompt before it does
+    common = _read_common(fields, rules, max(max_tokens, 1), logprobs, best_of, echoed)
     if len(prompts) * common["best_of"] > MAX_STREAMS:
         name = "n" if best_of is None else "best_of"
         fields.fault(name, f"prompts times {name} must be at most {MAX_STREAMS}")
