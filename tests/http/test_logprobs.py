@@ -173,6 +173,24 @@ async def test_api_07_tokens_before_the_text_do_not_shift_offsets() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_api_07_a_prompt_without_text_has_log_probabilities(stream: bool) -> None:
+    """One of control tokens alone, as <s> is where a client scores what follows nothing."""
+
+    class OfControlTokens(FakeEngine):
+        async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            text = await super().decode(token_ids)
+            return "" if skip_special_tokens else text
+
+    async with serving(OfControlTokens()) as served:
+        body = {"prompt": [1, 2], "echo": True, "logprobs": 0, "stream": stream}
+        answer = await served.call("POST", "/v1/completions", body)
+        [choice] = (join(answer.events) if stream else answer.json)["choices"]
+        assert choice["text"] == "Hello world"
+        assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.5, -0.5]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 0, 5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_scoring_a_prompt(stream: bool, logprobs: int | None) -> None:
     async with serving() as served:

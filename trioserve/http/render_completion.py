@@ -25,12 +25,13 @@ class Prompt:
 
     Attributes:
         token_ids: as submitted.
-        echo: text shown before each answer, empty for none.
+        echo: text shown before each answer, None if the prompt is not shown. It is empty if all
+            of the prompt's tokens are control tokens; they have log probabilities all the same.
         first_token: text of its first token, which has no log probability to come with it.
     """
 
     token_ids: list[int]
-    echo: str = ""
+    echo: str | None = None
     first_token: str = ""
 
     def entries(self, given: Entries) -> list[TokenLogprob]:
@@ -62,7 +63,9 @@ class CompletionRenderer(OpenAIRenderer):
         self._offsets = [_Offsets(prompts[index // per_prompt]) for index in range(num_choices)]
         self._plain_starts = [b'{"index":%d,"text":' % index for index in range(num_choices)]
         # An echo with log probabilities has to wait for them; so does what follows the echo.
-        self._echo_waits = head.shape.logprobs is not None and any(p.echo for p in prompts)
+        self._echo_waits = head.shape.logprobs is not None and any(
+            p.echo is not None for p in prompts
+        )
         self._waiting: dict[int, list[tuple[int, TextDelta]]] = {}
         if self._echo_waits:
             self._waiting = {index: [] for index in range(len(prompts))}
@@ -119,9 +122,10 @@ class CompletionRenderer(OpenAIRenderer):
         prompt = self._prompts[number]
         first = number * self._per_prompt
         chunks = []
+        text = prompt.echo or ""
         for index in range(first, first + self._per_prompt):
             logprobs = self._prompt_logprobs(index, prompt.entries(given))
-            chunks.append(self._chunk(orjson.dumps(self._shown(index, prompt.echo, logprobs))))
+            chunks.append(self._chunk(orjson.dumps(self._shown(index, text, logprobs))))
         return b"".join(chunks)
 
     def _render(self, index: int, delta: TextDelta) -> bytes:
@@ -157,13 +161,13 @@ class CompletionRenderer(OpenAIRenderer):
         if self._scores:
             tokens, token_ids, text = [], [], ""
         logprobs = self._logprobs(index, tokens)
-        if logprobs is not None and prompt.echo and given is not None:
+        if logprobs is not None and prompt.echo is not None and given is not None:
             echoed = self._prompt_logprobs(index, prompt.entries(given))
             logprobs = {name: echoed[name] + column for name, column in logprobs.items()}
         show_ids = self._shape.token_ids
         return {
             "index": index,
-            "text": prompt.echo + text,
+            "text": (prompt.echo or "") + text,
             "logprobs": logprobs,
             "finish_reason": "length" if self._scores else choice.finish_reason,
             "stop_reason": None if self._scores else choice.stop_reason,
@@ -219,7 +223,7 @@ class _Offsets:
     """
 
     def __init__(self, prompt: Prompt) -> None:
-        self._num_echoed = self._offset = len(prompt.echo)
+        self._num_echoed = self._offset = len(prompt.echo or "")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of_answer(self, tokens: list[TokenLogprob]) -> list[int]:
