@@ -38,7 +38,7 @@ from trioserve.rates import log_rates
 from trioserve.tracing.tracer import TraceMetrics, open_tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
+    from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 
     from rich.console import Console
 
@@ -75,8 +75,21 @@ class Entrance:
     """Where clients come in, and what they have to show."""
 
     listeners: list[Listener]
+    addresses: list[str]
     guard: Guard
     tls: Tls | None
+
+
+@attrs.frozen
+class Tree:
+    """What the tree is made of."""
+
+    loaded: LoadedConfig
+    entrance: Entrance
+    stopping: Stopping
+    console: Console | None
+    watch: LoopWatch
+    serve_http: Callable[..., Awaitable[DrainReport]]
 
 
 def run(loaded: LoadedConfig) -> int:
@@ -94,8 +107,14 @@ def run(loaded: LoadedConfig) -> int:
         # What a slip of log rotation sends would end the server; it writes its stacks instead.
         faulthandler.register(number, file=2, all_threads=True)
     try:
-        with watching_loop() as watch:
-            trio.run(serve, loaded, stopping, console, watch, instruments=[watch])
+        with open_entrance(loaded) as entrance:
+            # A third of a second, before the loop: it would block it, and in a thread beside the
+            # imports of other threads it can deadlock.
+            serve_http = import_serve_http()
+            with watching_loop() as watch:
+                tree = Tree(loaded, entrance, stopping, console, watch, serve_http)
+                trio.run(serve, tree, instruments=[watch])
+        logger.info("stopped")
     except* TrioserveError as group:
         error = first_error(group)
         exit_code = error.exit_code
@@ -111,13 +130,12 @@ def run(loaded: LoadedConfig) -> int:
     return exit_code if stopping.second_signal is None else 128 + stopping.second_signal
 
 
-async def serve(
-    loaded: LoadedConfig, stopping: Stopping, console: Console | None, watch: LoopWatch
-) -> None:
-    """The tree. Cancellation kills the worker and aborts the connections.
+@contextlib.contextmanager
+def open_entrance(loaded: LoadedConfig) -> Iterator[Entrance]:
+    """Keys and certificates read, sockets bound; closed at the end, however it comes.
 
     Raises:
-        TrioserveError: what ended the server, possibly inside exception groups.
+        TrioserveError: one of them cannot be had.
     """
     http = loaded.config.http
     guard, tls = Guard.from_config(http), Tls.from_config(http)
@@ -126,47 +144,40 @@ async def serve(
         for listener in listeners:
             stack.callback(listener.close)  # a start that fails removes its socket file too
         check_exposure(listeners, guard, admin=http.admin)
-        await serve_on(Entrance(listeners, guard, tls), loaded, stopping, console, watch)
-    logger.info("stopped")
+        scheme = "http" if tls is None else "https"
+        addresses = [describe(listener, scheme) for listener in listeners]
+        if settings := loaded.describe_non_defaults():
+            logger.info("settings: %s", settings)
+        logger.info("listening on %s", ", ".join(addresses))
+        forget_keys(os.environ)
+        yield Entrance(listeners, addresses, guard, tls)
 
 
-async def serve_on(
-    entrance: Entrance,
-    loaded: LoadedConfig,
-    stopping: Stopping,
-    console: Console | None,
-    watch: LoopWatch,
-) -> None:
-    """The tree below the bound sockets. Cancellation and errors as ``serve``."""
-    config = loaded.config
-    listeners = entrance.listeners
-    scheme = "http" if entrance.tls is None else "https"
-    addresses = [describe(listener, scheme) for listener in listeners]
-    if settings := loaded.describe_non_defaults():
-        logger.info("settings: %s", settings)
-    logger.info("listening on %s", ", ".join(addresses))
-    forget_keys(os.environ)
+async def serve(tree: Tree) -> None:
+    """The tree below the bound sockets. Cancellation kills the worker and aborts the connections.
+
+    Raises:
+        TrioserveError: what ended the server, possibly inside exception groups.
+    """
+    config, entrance, stopping = tree.loaded.config, tree.entrance, tree.stopping
     async with trio.open_nursery() as root:
         await root.start(watch_signals, stopping, root.cancel_scope)
         engine_config = without_keys(config)
         async with open_engine(engine_config, wait_ready=False, failure_grace_s=FLUSH_S) as engine:
-            root.start_soon(report_progress, engine, addresses, console)
+            root.start_soon(report_progress, engine, entrance.addresses, tree.console)
             root.start_soon(stop_with_engine, engine, stopping)
             root.start_soon(drain_engine, engine, stopping)
             root.start_soon(log_rates, engine, config.log.stats_interval_s)
             root.start_soon(notify_manager, engine, os.environ)
-            # A third of a second of web framework: after the sockets are bound, and in a thread
-            # because the loop follows the worker's start meanwhile.
-            serve_http = await trio.to_thread.run_sync(import_serve_http)
             async with open_tracer(config.trace, engine) as tracer:
                 traced = [] if tracer is None else [TraceMetrics(tracer)]
-                report = await serve_http(
+                report = await tree.serve_http(
                     engine,
-                    listeners,
+                    entrance.listeners,
                     config,
                     stopping=stopping.event,
                     drain_deadline_s=config.engine.drain_timeout_s,
-                    collectors=[LoopMetrics(watch), *traced],
+                    collectors=[LoopMetrics(tree.watch), *traced],
                     tracer=tracer,
                     guard=entrance.guard,
                     tls=entrance.tls,

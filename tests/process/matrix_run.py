@@ -404,8 +404,14 @@ class Run:
 
     async def _refused(self, path: str) -> None:
         """While it loads, a request has its answer at once."""
-        with trio.fail_after(10):
-            status, body = await self._request("POST", path, {"prompt": "x"})
+        raw = bytearray()
+        with trio.move_on_after(10) as patience:
+            request = self._request("POST", path, {"prompt": "x"}, lambda data: raw.extend(data))
+            status, body = await request
+        if patience.cancelled_caught:
+            self._process.send_signal(signal.SIGUSR1)  # it writes its stacks
+            await trio.sleep(0.5)
+            raise Wrong(f"while loading a request got {bytes(raw)!r} and no end in 10 s")
         if status != 503 or b"error" not in body:
             raise Wrong(f"while loading a request got {status} {body[:200]!r}")
 
