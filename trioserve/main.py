@@ -108,8 +108,8 @@ def run(loaded: LoadedConfig) -> int:
         faulthandler.register(number, file=2, all_threads=True)
     try:
         with open_entrance(loaded) as entrance:
-            # A third of a second, before the loop: it would block it, and in a thread beside the
-            # imports of other threads it can deadlock.
+            # A third of a second, before the loop, which it would block. A thread for it wins
+            # nothing, as it and the loop would wait for each other's turn of the interpreter.
             serve_http = import_serve_http()
             with watching_loop() as watch:
                 tree = Tree(loaded, entrance, stopping, console, watch, serve_http)

@@ -7,9 +7,11 @@ from typing import Any
 import h2.config
 import h2.connection
 import h2.events
+import h2.settings
 import pytest
+import trio
 
-from .client import Client, serving
+from .client import Client, Served, serving
 from .fake_engine import FakeEngine, answer_hello
 
 KEY = "sk-0123456789"
@@ -29,6 +31,7 @@ class H2Client:
         self.statuses: dict[int, int] = {}
         self.bodies: dict[int, bytes] = {}
         self.ended: set[int] = set()
+        self.resets: set[int] = set()
 
     async def send(
         self, stream: int, path: str, body: bytes | None = None, method: str = "", **headers: str
@@ -49,11 +52,17 @@ class H2Client:
 
     async def answer(self, stream: int) -> int:
         while stream not in self.ended:
-            data = await self._client.stream.receive_some()
-            assert data, "the connection has ended"
-            for event in self.connection.receive_data(bytes(data)):
-                self._note(event)
+            await self.receive()
         return self.statuses[stream]
+
+    async def receive(self) -> None:
+        data = await self._client.stream.receive_some()
+        assert data, "the connection has ended"
+        for event in self.connection.receive_data(bytes(data)):
+            self._note(event)
+
+    async def close(self) -> None:
+        await self._client.stream.aclose()
 
     def _note(self, event: Any) -> None:
         if isinstance(event, h2.events.ResponseReceived):
@@ -63,6 +72,8 @@ class H2Client:
             self.bodies[event.stream_id] += event.data
         elif isinstance(event, h2.events.StreamEnded):
             self.ended.add(event.stream_id)
+        elif isinstance(event, h2.events.StreamReset):
+            self.resets.add(event.stream_id)
 
 
 async def test_op_02_a_body_after_its_refusal_ends_no_other_stream() -> None:
@@ -151,3 +162,77 @@ async def test_large_heads_over_http2() -> None:
             await client.answer(3)
         answer = await served.call("GET", "/health")
         assert answer.status == 200
+
+
+# ------------------------------------------------------------- clients that take nothing
+
+
+async def stalled(served: Served) -> H2Client:
+    """A client whose request is answered, and who lets nothing of the answer through."""
+    client = H2Client(await served.connect())
+    client.connection.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    await client.send(1, "/v1/completions", b'{"prompt": "hi"}')
+    client.connection.end_stream(1)
+    await client.flush()
+    while 1 not in client.statuses:
+        await client.receive()
+    return client
+
+
+async def wait_unloaded(served: Served) -> None:
+    while (await served.call("GET", "/load")).json != {"server_load": 0}:
+        await trio.sleep(0.01)
+
+
+async def test_a_stream_whose_client_takes_nothing_is_reset() -> None:
+    async with serving(http2=True, send_timeout_s=0.2) as served:
+        client = await stalled(served)
+        while 1 not in client.resets:
+            await client.receive()
+        assert client.bodies == {}
+        await wait_unloaded(served)
+        await client.send(3, "/health")
+        await client.receive()
+
+
+async def test_a_stream_whose_client_takes_nothing_is_cancelled() -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine, http2=True, send_timeout_s=0.2) as served:
+        client = H2Client(await served.connect())
+        client.connection.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        await client.send(1, "/v1/completions", b'{"prompt": "hi", "stream": true}')
+        client.connection.end_stream(1)
+        await client.flush()
+        [stream] = await engine.submitted()
+        stream.say("x" * 100_000)
+        while 1 not in client.resets:
+            await client.receive()
+        await wait_unloaded(served)
+        assert stream.closed
+
+
+@pytest.mark.parametrize("how", ["close", "drain"])
+async def test_a_client_that_takes_nothing_holds_up_no_end(how: str) -> None:
+    async with serving(http2=True, send_timeout_s=1000, drain_s=0.1) as served:
+        client = await stalled(served)
+        if how == "close":
+            await client.close()
+            await wait_unloaded(served)
+        served.stopping.set()
+        with trio.fail_after(5):
+            await served.done.wait()
+
+
+async def test_a_connection_is_idle_after_a_reset() -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine, http2=True, keep_alive_timeout_s=0.2) as served:
+        client = H2Client(await served.connect())
+        await client.send(1, "/v1/completions", b'{"prompt": "hi"}')
+        client.connection.end_stream(1)
+        await client.flush()
+        await engine.submitted()
+        client.connection.reset_stream(1)
+        await client.flush()
+        with trio.fail_after(5), pytest.raises(AssertionError, match="the connection has ended"):
+            while True:
+                await client.receive()

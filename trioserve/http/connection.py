@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, cast
-from urllib.parse import quote
 
 import attrs
 import h11
@@ -35,12 +34,12 @@ from hypercorn.utils import parse_socket_addr
 
 from trioserve.http.errors import http_error_object
 from trioserve.http.exchange import Exchange
+from trioserve.http.http2 import mend, release
 from trioserve.http.stream import ClientStream
 from trioserve.ipc.framing import FEW_BYTES, next_read
 
 READ_AHEAD_BYTES = 64 * 1024  # kept of what follows a request that is still being answered
 CLOSE_GRACE_S = 1.0
-ASCII = bytes(range(0x21, 0x7F))
 BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 HOST = re.compile(rb"([A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(:\d{0,5})?")
 
@@ -248,24 +247,19 @@ class H11Only(H11Protocol):
         await self._send_h11_event(h11.EndOfMessage())
 
 
-class _Streams(dict[int, Any]):
-    """HTTP/2's streams by number. What still comes for one that was answered early, as a refused
-    request is, goes nowhere; hypercorn would end the connection with all its other streams."""
-
-    def __missing__(self, stream_id: int) -> _Answered:
-        return _Answered()
-
-
-class _Answered:
-    async def handle(self, event: StreamEvent) -> None:
-        pass
-
-
 class _Protocol(ProtocolWrapper):
     """hypercorn's choice of protocol, always beginning with our HTTP/1.1."""
 
-    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool, limits: HeadLimits) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        read_ahead: _ReadAhead,
+        http2: bool,
+        limits: HeadLimits,
+        send_timeout_s: float,
+    ) -> None:
         self._limits = limits
+        self._send_timeout_s = send_timeout_s
         super().__init__(*args)
         h1 = H11Only(*args, read_ahead=read_ahead, http2=http2, limits=limits)
         self.protocol = h1
@@ -279,11 +273,13 @@ class _Protocol(ProtocolWrapper):
     @protocol.setter
     def protocol(self, spoken: H11Protocol | H2Protocol) -> None:
         if isinstance(spoken, H2Protocol):
-            spoken.streams = _Streams()
-            # h2 holds clients to the setting only once they have acknowledged it.
-            spoken.connection.decoder.max_header_list_size = self._limits.num_bytes
-            cast(Any, spoken)._create_stream = _with_usable_head(spoken._create_stream)
+            mend(spoken, max_head_bytes=self._limits.num_bytes, send_timeout_s=self._send_timeout_s)
         self._spoken = spoken
+
+    def release(self) -> None:
+        """Let go of answers that wait for a client which takes no more."""
+        if isinstance(self._spoken, H2Protocol):
+            release(self._spoken)
 
     @property
     def exchange(self) -> Exchange | None:
@@ -296,29 +292,6 @@ class _Protocol(ProtocolWrapper):
     def has_all(self) -> bool:
         """Whether nothing more of a request is on its way, as far as can be told."""
         return self.protocol is self.h1 and self.h1.has_all
-
-
-CreateStream = Callable[[Any], Coroutine[Any, Any, None]]
-
-
-def _with_usable_head(create: CreateStream) -> CreateStream:
-    """``create``, given each request's head as it can take it.
-
-    hypercorn ends the connection, with all its streams, over what is not ASCII in a method or path
-    and over a CONNECT without a path. What is no path from the root is put below it.
-    """
-
-    async def create_usable(request: Any) -> None:
-        head = dict(request.headers)
-        method, path = (quote(head.get(name, b""), safe=ASCII) for name in (b":method", b":path"))
-        request.headers = [
-            (b":method", method.encode()),
-            (b":path", path.encode() if path.startswith("/") else b"/" + path.encode()),
-            *(pair for pair in request.headers if pair[0] not in (b":method", b":path")),
-        ]
-        await create(request)
-
-    return create_usable
 
 
 class Connection(TCPServer):
@@ -387,6 +360,7 @@ class Connection(TCPServer):
                     read_ahead=self._read_ahead,
                     http2=self._http2,
                     limits=self._limits,
+                    send_timeout_s=self.stream.send_timeout_s,
                 )
                 self._set_idle(True)
                 await self._read_data()
@@ -459,13 +433,18 @@ class Connection(TCPServer):
         await self.protocol.handle(Closed())
 
     async def _read_data(self) -> None:
-        with (
-            self._reading,
-            contextlib.suppress(_EndOfInput, trio.ClosedResourceError, trio.BrokenResourceError),
-        ):
-            while True:
-                await self.protocol.handle(RawData(await self._receive()))
-        await self.protocol.handle(Closed())
+        try:
+            with (
+                self._reading,
+                contextlib.suppress(
+                    _EndOfInput, trio.ClosedResourceError, trio.BrokenResourceError
+                ),
+            ):
+                while True:
+                    await self.protocol.handle(RawData(await self._receive()))
+            await self.protocol.handle(Closed())
+        finally:
+            cast(_Protocol, self.protocol).release()
 
     async def _receive(self) -> bytes:
         """The next bytes; raises _EndOfInput when the client counts as gone."""

@@ -47,7 +47,7 @@ class ClientStream:
     def __init__(self, stream: StreamLike, send_timeout_s: float) -> None:
         self.socket = stream.socket
         self._stream = stream
-        self._send_timeout_s = send_timeout_s
+        self.send_timeout_s = send_timeout_s
         self.timed_out = False
 
     async def start(self) -> None:
@@ -89,7 +89,7 @@ class ClientStream:
             await self._send(view[start : start + SEND_PIECE_BYTES])
 
     async def _send(self, data: bytes | memoryview) -> None:
-        with trio.move_on_after(self._send_timeout_s) as deadline:
+        with trio.move_on_after(self.send_timeout_s) as deadline:
             await self._write(data)
         if deadline.cancelled_caught:
             self.timed_out = True
