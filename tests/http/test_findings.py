@@ -479,7 +479,7 @@ def test_f10_the_internals_are_there() -> None:
     import inspect
 
     import h11
-    from hypercorn.protocol.h2 import H2Protocol
+    from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
     from hypercorn.protocol.h11 import H11Protocol
     from hypercorn.trio.tcp_server import TCPServer
     from quart_trio.asgi import TrioASGIHTTPConnection
@@ -491,7 +491,12 @@ def test_f10_the_internals_are_there() -> None:
     assert "self.can_read.wait()" in inspect.getsource(H11Protocol._handle_events)
     for owner, name in [
         (h11.Connection, "_extract_next_receive_event"),
+        (H2Protocol, "_close_stream"),
         (H2Protocol, "_create_stream"),
+        (H2Protocol, "_flush"),
+        (StreamBuffer, "drain"),
+        (StreamBuffer, "pop"),
+        (StreamBuffer, "push"),
         (H11Protocol, "_check_protocol"),
         (H11Protocol, "_create_stream"),
         (H11Protocol, "_close_stream"),

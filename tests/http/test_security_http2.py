@@ -10,6 +10,7 @@ import h2.events
 import h2.settings
 import pytest
 import trio
+import trio.testing
 
 from .client import Client, Served, serving
 from .fake_engine import FakeEngine, answer_hello
@@ -181,7 +182,7 @@ async def stalled(served: Served) -> H2Client:
 
 async def wait_unloaded(served: Served) -> None:
     while (await served.call("GET", "/load")).json != {"server_load": 0}:
-        await trio.sleep(0.01)
+        await trio.testing.wait_all_tasks_blocked(0.01)
 
 
 async def test_a_stream_whose_client_takes_nothing_is_reset() -> None:
@@ -208,7 +209,7 @@ async def test_a_stream_whose_client_takes_nothing_is_cancelled() -> None:
         while 1 not in client.resets:
             await client.receive()
         await wait_unloaded(served)
-        assert stream.closed
+        assert stream.closed.is_set()
 
 
 @pytest.mark.parametrize("how", ["close", "drain"])
