@@ -64,6 +64,11 @@ def ids(answer: Any) -> list[int]:
     return list(answer.choices[0].token_ids)
 
 
+def tokens(answer: Any) -> list[str]:
+    """Texts of a chat's tokens, without spaces around them."""
+    return [token.token.strip() for token in answer.choices[0].logprobs.content]
+
+
 def sampling(asked: Asked, table: Table) -> None:
     with table.check("top_k, min_p, repetition_penalty"):
         asked.chat(top_k=5, min_p=0.05, repetition_penalty=1.1, temperature=0.8)
@@ -88,10 +93,10 @@ def chosen(asked: Asked, table: Table) -> None:
         answer = asked.chat(allowed_token_ids=allowed, return_token_ids=True, ignore_eos=True)
         assert set(ids(answer)) <= set(allowed), ids(answer)
     with table.check("bad_words"):
-        text = asked.chat(temperature=0).choices[0].message.content
-        word = next(word for word in text.split() if word.isascii() and word.isalnum())
-        without = asked.chat(temperature=0, bad_words=[word]).choices[0].message.content
-        assert word not in without.split(), without
+        plain = tokens(asked.chat(temperature=0, logprobs=True, ignore_eos=True))
+        word = next(token for token in plain if token.isascii() and token.isalnum())
+        held = tokens(asked.chat(temperature=0, logprobs=True, ignore_eos=True, bad_words=[word]))
+        assert word not in held, (word, held)
     with table.check("repetition_penalty changes what follows"):
         far = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
         plain, held = asked.completion(**far), asked.completion(repetition_penalty=1.5, **far)

@@ -96,8 +96,16 @@ def wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def served_by(url: str, key: str) -> str:
-    answer = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-    return str(answer.raise_for_status().json()["data"][0]["id"])
+    """The name of the model, which clients must send.
+
+    Raises:
+        SystemExit: the server does not tell it.
+    """
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except httpx.HTTPError as error:
+        raise SystemExit(f"{url}/v1/models: {error}") from None
 
 
 def check_client(name: str, target: Target) -> Table:
