@@ -131,7 +131,10 @@ def completions(client: Any, target: Target, table: Table) -> None:
         ).choices[0]
         equal(scored.logprobs.token_logprobs[0], None)
         equal(len(scored.logprobs.token_logprobs), 3)
-        equal("".join(scored.logprobs.tokens), scored.text)
+        text = "Once upon a time"
+        shown = create(**fixed | {"max_tokens": 0}, prompt=text, echo=True, logprobs=1).choices[0]
+        equal(shown.text, text)
+        assert "".join(shown.logprobs.tokens).endswith(text)
     with table.check("completions: best_of"):
         equal(len(create(**fixed, prompt="One", n=1, best_of=2).choices), 1)
 
