@@ -95,6 +95,7 @@ async def test_f01_connection_that_fails_ends_alone(caplog: pytest.LogCaptureFix
         answer = await running.answer()
         assert answer.events[-1] == "[DONE]"
         assert [r for r in caplog.records if r.getMessage() == "a connection failed"]
+        assert "PRI *" not in caplog.text  # nor what follows it, which may hold a key
         metrics = await served.call("GET", "/metrics")
         assert b"trioserve_http_connection_failures_total 1.0" in metrics.body
 

@@ -237,3 +237,32 @@ async def test_a_connection_is_idle_after_a_reset() -> None:
         with trio.fail_after(5), pytest.raises(AssertionError, match="the connection has ended"):
             while True:
                 await client.receive()
+
+
+# ----------------------------------------------------------------------------- upgrades
+
+
+@pytest.mark.parametrize(
+    ("line", "headers", "status"),
+    [
+        ("GET /health HTTP/1.1", ["HTTP2-Settings: AAMAAABkAAQAAP__"], 101),
+        ("GET /health HTTP/1.1", ["HTTP2-Settings: AAM"], 200),
+        ("GET /health HTTP/1.1", ["HTTP2-Settings: AAIAAAAF"], 200),
+        ("GET /health HTTP/1.1", ["HTTP2-Settings: AAT_____"], 200),
+        ("GET /health HTTP/1.1", [], 200),
+        ("GET http://x/health HTTP/1.1", ["HTTP2-Settings: AAMAAABkAAQAAP__"], 200),
+        ("get /health HTTP/1.1", ["HTTP2-Settings: AAMAAABkAAQAAP__"], 400),
+        ("GET /health HTTP/2.0", ["HTTP2-Settings: AAMAAABkAAQAAP__"], 505),
+        ("GET /health HTTP/1.1", ["HTTP2-Settings: AAMAAABkAAQAAP__", *["a: b"] * 100], 431),
+    ],
+)
+async def test_only_a_sound_request_is_upgraded(
+    line: str, headers: list[str], status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(http2=True) as served:
+        client = await served.connect()
+        head = [line, "Host: x", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", *headers]
+        await client.stream.send_all("\r\n".join([*head, "", ""]).encode())
+        answer = bytes(await client.stream.receive_some())
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -25,7 +25,7 @@ from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.events import EndBody, Response, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol
-from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
@@ -34,7 +34,7 @@ from hypercorn.utils import parse_socket_addr
 
 from trioserve.http.errors import http_error_object
 from trioserve.http.exchange import Exchange
-from trioserve.http.http2 import mend, release
+from trioserve.http.http2 import are_settings, mend, release
 from trioserve.http.stream import ClientStream
 from trioserve.ipc.framing import FEW_BYTES, next_read
 
@@ -204,8 +204,28 @@ class H11Only(H11Protocol):
         return type(writer).__name__ == "ChunkedWriter"
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        if self._http2:
+        if not self._http2 or not self._may_change(event):
+            return
+        try:
             await super()._check_protocol(event)
+        except (H2CProtocolRequiredError, H2ProtocolAssumedError) as error:
+            error.args = ()  # a head, which the log would show with whatever fails later
+            raise
+
+    def _may_change(self, request: h11.Request) -> bool:
+        """Whether a request may go on in HTTP/2. What is wrong with one that asks for it, and one
+        whose settings are, is answered in HTTP/1.1."""
+        names = [name for name, _ in request.headers]
+        if b"upgrade" not in names:
+            return True
+        settings = [value for name, value in request.headers if name == b"http2-settings"]
+        return (
+            request.target.startswith(b"/")
+            and not self._limits.fault_of(request)
+            and not _fault_of(request, request.target)
+            and len(settings) == 1
+            and are_settings(settings[0])
+        )
 
     async def _create_stream(self, request: h11.Request) -> None:
         target = _origin_form(request.target)

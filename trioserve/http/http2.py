@@ -6,6 +6,8 @@ import contextlib
 from typing import Any, cast
 from urllib.parse import quote
 
+import h2.config
+import h2.connection
 import h2.errors
 import h2.exceptions
 import trio
@@ -19,6 +21,7 @@ from hypercorn.protocol.h2 import (
     StreamBuffer,
 )
 from hypercorn.trio.worker_context import EventWrapper
+from hyperframe.exceptions import HyperframeError
 
 ASCII = bytes(range(0x21, 0x7F))
 
@@ -47,6 +50,16 @@ def mend(protocol: H2Protocol, *, max_head_bytes: int, send_timeout_s: float) ->
 
     mended = cast(Any, protocol)
     mended._create_stream, mended._close_stream = create_usable, close_and_tell
+
+
+def are_settings(header: bytes) -> bool:
+    """Whether the value of HTTP2-Settings is what an upgrade can begin with."""
+    probe = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+    try:
+        probe.initiate_upgrade_connection(header)
+    except (ValueError, HyperframeError, h2.exceptions.ProtocolError):
+        return False
+    return True
 
 
 def release(protocol: H2Protocol) -> None:
