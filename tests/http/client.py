@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import trio
 
-from trioserve.config.schema import Config, HttpConfig, LogConfig
+from trioserve.config.schema import Config, HttpConfig, LogConfig, SchedulerConfig
 from trioserve.http.listeners import bind
 from trioserve.http.server import DrainReport, serve_http
 
@@ -51,11 +51,16 @@ async def serving(
     *,
     drain_s: float = 5.0,
     log: LogConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
     **http: Any,
 ) -> AsyncIterator[Served]:
     """A server on a free port; cancelled at the end if the test did not drain it."""
     engine = engine or FakeEngine()
-    config = Config(http=HttpConfig(port=0, **http), log=log or LogConfig())
+    config = Config(
+        http=HttpConfig(port=0, **http),
+        log=log or LogConfig(),
+        scheduler=scheduler or SchedulerConfig(),
+    )
     listeners = bind(config.http)
     name = listeners[0].socket.getsockname()
     port = name[1] if isinstance(name, tuple) else 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trioserve.config.schema import SchedulerConfig
 from trioserve.engine.api import GenerationDefaults
 from trioserve.sampling_params import SamplingParams
 
@@ -33,6 +34,7 @@ async def test_api_15_unknown_fields_are_told(caplog: pytest.LogCaptureFixture) 
 # ------------------------------------------------------------------------- what is honoured
 
 
+BY_PRIORITY = SchedulerConfig(policy="priority")
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "max_tokens": (9, 9),
     "min_tokens": (2, 2),
@@ -65,7 +67,7 @@ def test_api_15_every_sampling_field_is_in_the_table() -> None:
 @pytest.mark.parametrize(("path", "body"), BOTH)
 async def test_api_15_every_honoured_field_arrives(path: str, body: dict[str, Any]) -> None:
     sent = {name: value for name, (value, _) in SAMPLING.items()}
-    async with serving() as served:
+    async with serving(scheduler=BY_PRIORITY) as served:
         more = {"n": 2, "priority": -3, "cache_salt": "s"}
         assert (await served.call("POST", path, body | sent | more)).status == 200
         first, second = served.engine.streams
@@ -79,6 +81,25 @@ async def test_api_15_every_honoured_field_arrives(path: str, body: dict[str, An
         assert second.sampling.seed == -(2**63)  # the next, around the end
         assert second.sampling.prompt_logprobs is None  # the first tells for both
         assert first.extra == {"priority": -3, "cache_salt": "s"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *BOTH,
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"model": "fake", "messages": USER, "max_tokens": 5}),
+    ],
+)
+async def test_api_15_a_priority_that_nobody_heeds_is_refused(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with serving() as served:
+        refused = await served.call("POST", path, body | {"priority": 1})
+        assert refused.status == 400
+        assert "priority: scheduler.policy" in refused.json["error"]["message"]
+        assert served.engine.streams == []
+        assert (await served.call("POST", path, body | {"priority": 0})).status == 200
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)

@@ -11,6 +11,7 @@ import trio
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from trioserve.config.schema import SchedulerConfig
 from trioserve.engine.api import TextDelta, Usage
 from trioserve.errors import QueueFull, RequestFailed
 
@@ -161,7 +162,7 @@ def _countable(body: dict[str, Any]) -> dict[str, Any]:
 
 async def test_sampling_fields_arrive() -> None:
     engine = FakeEngine()
-    async with serving(engine) as served:
+    async with serving(engine, scheduler=SchedulerConfig(policy="priority")) as served:
         await made(
             served,
             temperature=0.25,

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from trioserve.config.schema import SchedulerConfig
+
 from .client import serving
 from .fake_engine import FakeEngine
 
@@ -130,7 +132,7 @@ async def test_api_12_legal_shapes_of_the_input(
 
 async def test_sampling_fields_arrive() -> None:
     engine = FakeEngine()
-    async with serving(engine) as served:
+    async with serving(engine, scheduler=SchedulerConfig(policy="priority")) as served:
         asked = {
             "input": "hi",
             "max_output_tokens": 9,

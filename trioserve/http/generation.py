@@ -213,6 +213,11 @@ class GenerationCall:
             names = printable_names(self._ignored)
             log.info("request %s: unknown fields ignored: %s", self.id, names)
         self._check_num_answers(order)
+        if order.priority and self._context.config.scheduler.policy != "priority":
+            raise InvalidRequest(
+                'priority: scheduler.policy is "fcfs" here, so there is none but 0; leave it out',
+                param="priority",
+            )
         self._num_samplings = len(order.samplings)
         for prompt in order.prompts:
             room = self._room(prompt, order)

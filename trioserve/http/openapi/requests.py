@@ -123,7 +123,10 @@ def scheduling() -> dict[str, Schema]:
     """When a request is worked on, and for how long."""
     return {
         "priority": integer(
-            'Lower first, under `scheduler.policy = "priority"`.', -MAX_INT - 1, MAX_INT, default=0
+            'Lower first, under `scheduler.policy = "priority"`; else only 0.',
+            -MAX_INT - 1,
+            MAX_INT,
+            default=0,
         ),
         "cache_salt": string("Prefixes are shared only under equal salts.", maxLength=128),
         "timeout_s": number("Until the last token; 504 beyond it.", MIN_TIMEOUT_S, MAX_TIMEOUT_S),
