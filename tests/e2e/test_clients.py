@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 CLIENTS = Path("bench/clients").absolute()
+REQUIREMENTS = CLIENTS / "requirements.txt"
+PAGE = Path("docs/clients.md").absolute()
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,6 +32,14 @@ def test_client(name: str) -> None:
     assert done.stdout.endswith("\n0 failed\n")
     assert " ok " in done.stdout
     assert " left out " not in done.stdout
+
+
+def test_the_versions_of_the_page_are_those_that_are_tried() -> None:
+    table = re.findall(r"^\| `([a-z-]+)`.*? \| ([0-9.]+) \|", PAGE.read_text(), re.MULTILINE)
+    pinned = re.findall(r"^([a-z-]+)==([0-9.]+)", REQUIREMENTS.read_text(), re.MULTILINE)
+    assert dict(table) == {
+        name: version for name, version in pinned if name not in ("attrs", "httpx")
+    }
 
 
 def test_a_client_that_is_not_here_is_left_out() -> None:
