@@ -193,7 +193,11 @@ async def test_bad_words_are_sent_as_tokens_bare_and_after_a_space() -> None:
             with pytest.raises(InvalidRequest, match="bad_words") as caught:
                 engine.submit([1], SamplingParams(bad_words=words))
             assert caught.value.param == "bad_words"
-    assert [work.bad_words_ids for work in works] == [tuple(forms), ()]
+        for words in [("cat",), ("cat", " dog"), ("cat", " dog")]:
+            engine.submit([1], SamplingParams(bad_words=words))
+        await trio.testing.wait_all_tasks_blocked()
+    one, both = tuple(forms[:2]), tuple(forms)
+    assert [work.bad_words_ids for work in works] == [both, (), one, both, both]
 
 
 async def test_timings_say_when_it_began_and_when_tokens_came(

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Prompts:
-    """The text side of one inspected model. Stateless but for the threads it may use.
+    """The text side of one inspected model. Stateless but for threads and a memory of bad words.
 
     Args:
         limiter: one thread, held while a long text is worked on. Templates of requests have
@@ -42,6 +42,7 @@ class Prompts:
         self._template = template
         self._limiter = limiter
         self._template_limiter = trio.CapacityLimiter(1)
+        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     async def encode(self, text: str, max_model_len: int, *, add_special_tokens: bool) -> list[int]:
         """Tokenize; long texts in a thread. Cancellation abandons the result.
@@ -119,6 +120,13 @@ class Prompts:
         """
         if not sampling.bad_words:
             return ()
+        words, found = self._last_bad_words
+        if words != sampling.bad_words:  # prompts and choices of one request have the same
+            found = self._encode_bad_words(sampling)
+            self._last_bad_words = (tuple(sampling.bad_words), found)
+        return found
+
+    def _encode_bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if sum(map(len, sampling.bad_words)) > MAX_BAD_WORD_CHARS:
             raise InvalidRequest(
                 f"bad_words have at most {MAX_BAD_WORD_CHARS} characters together",
