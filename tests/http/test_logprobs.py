@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from trioserve.engine.api import TextDelta, TokenLogprob
 from trioserve.http.render import prompt_logprobs_object
+from trioserve.http.render_completion import CompletionRenderer
+from trioserve.http.routes import generation
 
 from .bodies import CHAT, COMPLETION
 from .client import serving
@@ -142,6 +145,26 @@ async def test_api_07_echo_with_logprobs(stream: bool, n: int) -> None:
             assert shown["token_logprobs"] == [None, -0.25, -0.5, -0.5, -0.5]
             assert shown["top_logprobs"][0] is None
             assert shown["top_logprobs"][1] == {"\x01": -0.1, "bytes:\\xc3": -0.25}
+
+
+async def test_many_log_probabilities_are_put_together_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as served:
+        body = {"prompt": [list(b"abcd")] * 3, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+        plain = (await served.call("POST", "/v1/completions", body)).json
+        threads: list[str] = []
+        render = CompletionRenderer.whole
+
+        def whole(self: CompletionRenderer, *args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return render(self, *args)
+
+        monkeypatch.setattr(CompletionRenderer, "whole", whole)
+        monkeypatch.setattr(generation, "LOGPROBS_AT_ONCE", 17)
+        answer = (await served.call("POST", "/v1/completions", body)).json
+        assert answer["choices"] == plain["choices"]
+        assert threads != [threading.main_thread().name]
 
 
 @pytest.mark.parametrize("stream", [False, True])

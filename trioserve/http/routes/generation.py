@@ -6,9 +6,10 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
+import trio
 from quart import Response
 
 from trioserve.errors import ContextLengthExceeded
@@ -25,6 +26,8 @@ from trioserve.http.schema import (
     parse_completion,
 )
 from trioserve.http.timings import timings_object
+
+LOGPROBS_AT_ONCE = 4096  # of a whole answer; beyond it others would wait
 
 B = TypeVar("B", bound=GenerationRequest)
 
@@ -54,7 +57,7 @@ class GenerationRoutes:
         ]
         head = self._head(f"cmpl-{call.id}", call, body, prompts)
         renderer = CompletionRenderer(head, shown, body.num_choices, scores=body.scores)
-        return await _answer(call, body, renderer)
+        return await _answer(call, body, renderer, self._service.context.parsing)
 
     async def chat(self) -> Response:
         """Answer a POST to ``/v1/chat/completions``."""
@@ -85,7 +88,7 @@ class GenerationRoutes:
             prompt_token_ids=prompt,
             prompt_text=prompt_text,
         )
-        return await _answer(call, body, renderer)
+        return await _answer(call, body, renderer, self._service.context.parsing)
 
     async def _read(self, call: GenerationCall, parse: Callable[..., B]) -> B:
         http = self._service.context.config.http
@@ -164,13 +167,30 @@ def _order(body: GenerationRequest, prompts: list[list[int]]) -> Order:
 
 
 async def _answer(
-    call: GenerationCall, body: GenerationRequest, renderer: ChatRenderer | CompletionRenderer
+    call: GenerationCall,
+    body: GenerationRequest,
+    renderer: ChatRenderer | CompletionRenderer,
+    threads: trio.CapacityLimiter,
 ) -> Response:
+    """The answer; where it has many log probabilities it is put together in a thread."""
     if body.stream:
         return await call.stream(renderer)
     choices = _shown_choices(await call.collect(), body)
-    answer: dict[str, Any] = renderer.whole(choices, call.usage())
-    return call.respond(orjson.dumps(answer))
+
+    def make() -> bytes:
+        return orjson.dumps(renderer.whole(choices, usage))
+
+    usage = call.usage()
+    if sum(map(_num_logprobs, choices)) <= LOGPROBS_AT_ONCE:
+        return call.respond(make())
+    in_thread = functools.partial(
+        trio.to_thread.run_sync, make, abandon_on_cancel=True, limiter=threads
+    )
+    return call.respond(await call.run(in_thread))
+
+
+def _num_logprobs(choice: ChoiceSoFar) -> int:
+    return len(choice.logprobs) + len(choice.prompt_logprobs or ())
 
 
 def _shown_choices(choices: list[ChoiceSoFar], body: GenerationRequest) -> list[ChoiceSoFar]:
