@@ -120,13 +120,15 @@ class CompletionRenderer(OpenAIRenderer):
 
     def _echo(self, number: int, given: Entries) -> bytes:
         prompt = self._prompts[number]
-        first = number * self._per_prompt
-        chunks = []
-        text = prompt.echo or ""
-        for index in range(first, first + self._per_prompt):
-            logprobs = self._prompt_logprobs(index, prompt.entries(given))
-            chunks.append(self._chunk(orjson.dumps(self._shown(index, text, logprobs))))
-        return b"".join(chunks)
+        first, text = number * self._per_prompt, prompt.echo or ""
+        # The same for each choice, and long: made and written as JSON once.
+        logprobs = orjson.Fragment(
+            orjson.dumps(self._prompt_logprobs(first, prompt.entries(given)))
+        )
+        return b"".join(
+            self._chunk(orjson.dumps(self._shown(index, text, logprobs)))
+            for index in range(first, first + self._per_prompt)
+        )
 
     def _render(self, index: int, delta: TextDelta) -> bytes:
         more = self._delta(delta)
