@@ -1,6 +1,6 @@
 """A real browser, and pages in it that note all they ask for and all they complain about.
 
-Needs chromium; where there is none the tests are skipped, or fail if TRIOSERVE_NEED_BROWSER is set.
+Needs chromium; where there is none the tests are skipped, or fail if NEED_BROWSER is set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_browser() -> str:
         if name and (path := shutil.which(name)):
             return path
     missing = "no browser: install chromium (Debian: apt-get install chromium) to test the page"
-    if os.environ.get("TRIOSERVE_NEED_BROWSER"):
+    if os.environ.get("NEED_BROWSER"):
         pytest.fail(missing)
     pytest.skip(f"NOT TESTED: {missing}")
 
