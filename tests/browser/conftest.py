@@ -48,7 +48,7 @@ class Visit:
 
 
 def find_browser() -> str:
-    for name in (os.environ.get("TRIOSERVE_BROWSER"), *NAMES):
+    for name in (os.environ.get("CHROMIUM"), *NAMES):
         if name and (path := shutil.which(name)):
             return path
     missing = "no browser: install chromium (Debian: apt-get install chromium) to test the page"
