@@ -36,11 +36,13 @@ async def notify_manager(engine: Engine, environment: Mapping[str, str]) -> None
         silence_s=engine.config.engine.startup_silence_s,
         drain_s=engine.config.engine.drain_timeout_s,
     )
-    told, seen, progress_s = Told(), None, trio.current_time()
+    told, progress_s = Told(), trio.current_time()
+    seen: list[tuple[object, ...]] = []
     while True:
         status, now = engine.status, trio.current_time()
-        if status.stages != seen:
-            seen, progress_s = status.stages, now
+        positions = [stage.position for stage in status.stages]
+        if positions != seen:
+            seen, progress_s = positions, now
         lines, after = due(told, status, limits, now, progress_s)
         sent = not lines or send(address, lines)
         told = after if sent else told

@@ -11,15 +11,17 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs/lifecycle.md").read_text()
 ROWS = {
-    row[2:7]: row
+    found[1]: row
     for row in PAGE.split("## Cases from the field")[1].splitlines()
-    if re.match(r"\| [A-Z]{2}-\d\d ", row)
+    if (found := re.match(r"\| ([A-Z]{2,3}-\d\d) ", row))
 }
 CORE = [
     *("ST-01", "ST-03", "ST-04", "ST-06", "ST-08", "ST-09", "ST-10"),
     *("SD-01", "SD-02", "SD-04", "SD-05", "SD-07"),
     *("KV-01", "KV-02", "KV-03", "KV-06", "PF-01", "PF-02", "PF-04", "PF-05"),
     *("SA-01", "SA-03", "SA-04", "SA-05"),
+    *("API-01", "API-02", "API-03", "API-05", "API-07", "API-08", "API-10", "API-12", "API-14"),
+    *("API-15", "OP-01", "OP-02"),
 ]
 
 

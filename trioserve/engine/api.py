@@ -36,6 +36,11 @@ class StageStatus:
     num_bytes: int | None = None
     seconds: float | None = None  # that it took, or has taken so far
 
+    @property
+    def position(self) -> tuple[object, ...]:
+        """What differs once the stage has moved on, which the passing of time does not make it."""
+        return (self.name, self.state, self.fraction, self.detail, self.num_bytes)
+
 
 @attrs.define
 class EngineStatus:

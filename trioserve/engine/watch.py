@@ -39,6 +39,7 @@ class Watch:
     @staticmethod
     def _key(status: EngineStatus) -> tuple[object, ...]:
         return (
-            *(status.phase, status.incarnation, status.stages, status.cause, status.info),
+            *(status.phase, status.incarnation, status.cause, status.info),
+            *(stage.position for stage in status.stages),
             status.paused,
         )
