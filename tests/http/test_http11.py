@@ -161,3 +161,28 @@ async def test_two_ways_to_tell_the_length_of_a_body_are_refused() -> None:
         assert answer.status == 400
         assert answer.headers["connection"] == "close"
         assert await client.rest() == b""
+
+
+async def test_an_answer_before_the_bodys_end_says_that_it_closes() -> None:
+    """Or a client that keeps connections sends its next request into one that is closing."""
+    async with serving() as served:
+        raw = request_bytes("POST", "/v1/nothing", COMPLETION)
+        head, _, body = raw.partition(b"\r\n\r\n")
+        client = await served.connect()
+        await client.stream.send_all(head + b"\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (404, "close")
+        await client.stream.send_all(body)
+        assert await client.rest() == b""
+
+
+async def test_refused_requests_in_a_row_lose_no_connection_unannounced() -> None:
+    async with serving() as served:
+        client = await served.connect()
+        for _ in range(200):
+            await client.send("POST", "/v1/nothing", COMPLETION)
+            answer = await client.answer()
+            assert answer.status == 404
+            if answer.headers.get("connection") == "close":
+                assert await client.rest() == b""
+                client = await served.connect()

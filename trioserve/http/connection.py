@@ -183,6 +183,16 @@ class H11Only(H11Protocol):
         await self.send(RawData(b"%b%x\r\n%b\r\n" % (held, len(data), data)))
 
     async def _send_h11_event(self, event: Any) -> None:
+        if isinstance(event, h11.Response) and self.connection.their_state is h11.SEND_BODY:
+            # An answer before the body's end closes the connection: a client that is not told would
+            # send its next request into it.
+            event = h11.Response(
+                status_code=event.status_code,
+                headers=[
+                    *(pair for pair in event.headers if pair[0] != b"connection"),
+                    (b"connection", b"close"),
+                ],
+            )
         if isinstance(event, h11.Response):
             # hypercorn gives none, and people read them in logs; a copy would cost more.
             object.__setattr__(event, "reason", _REASONS.get(event.status_code, b""))
