@@ -129,7 +129,8 @@ def test_counts_that_stay_up_and_wrong_answers_are_found() -> None:
 def test_memory_is_what_the_process_has_to_itself() -> None:
     from lib.proc import own_bytes
 
-    with mmap.mmap(-1, 30_000_000) as held:  # of its own, not of an allocator that may keep it
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # no allocator that may keep it
+    with mmap.mmap(-1, 30_000_000, flags=private) as held:
         held.write(bytes(os.urandom(1)) * len(held))
         with_it = own_bytes(os.getpid())
     assert with_it - own_bytes(os.getpid()) > 25_000_000
