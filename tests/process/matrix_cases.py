@@ -246,12 +246,12 @@ def exit_codes(case: Case) -> set[int]:
         if case.state in PARENT_STATES:
             return {70}
         return {0} if survives(case) else {death_code(case)}
-    if case.parent == "kill":
-        return {-9}
     # The death may be noticed before what happens to the parent, or after it.
     died = {death_code(case)} if case.effect == "dies" else set()
     if case.effect == "dies" and case.state == "restarting":
         died = {4, 5, 6}
+    if case.parent == "kill":
+        return {-9} | died
     if case.parent == "cancel":
         return {0} | died
     if case.parent == "second SIGINT":
