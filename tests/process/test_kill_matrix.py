@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from .matrix_all import run_cases
 from .matrix_cases import FAULTS, PARENTS, REAL_STATES, STATES, Case, all_cases, choose, real_cases
-from .matrix_run import Result, run_cases
+from .matrix_parts import Result
 
 ONLY = os.environ.get("MATRIX_ONLY", "")
 AT_ONCE = int(os.environ.get("MATRIX_AT_ONCE", "3"))
