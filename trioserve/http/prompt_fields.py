@@ -58,6 +58,14 @@ def _are_token_ids(fields: Fields, path: str, items: list[Any]) -> bool:
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
     """The messages of a chat, each of a legal shape; faults are noted in ``fields``."""
+    messages = read_message_list(fields)
+    for index, message in enumerate(messages):
+        _check_message(fields, f"messages[{index}]", message)
+    return messages
+
+
+def read_message_list(fields: Fields) -> list[Any]:
+    """What ``messages`` holds, whatever its items are; empty where a fault is noted."""
     value = fields.value("messages")
     if value is None:
         fields.fault("messages", "is missing; give an array of messages")
@@ -68,8 +76,6 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
     elif len(value) > MAX_MESSAGES:
         fields.fault("messages", f"must have at most {MAX_MESSAGES} items, not {len(value)}")
     else:
-        for index, message in enumerate(value):
-            _check_message(fields, f"messages[{index}]", message)
         return value
     return []
 

@@ -14,7 +14,7 @@ import msgspec
 
 from trioserve.http.call_fields import ELSEWHERE, is_one_of, read_call, read_template_kwargs
 from trioserve.http.fields import Fields, decode_object, kind_of, shown
-from trioserve.http.prompt_fields import MAX_MESSAGES
+from trioserve.http.prompt_fields import read_message_list
 from trioserve.http.refused import Neutral, read_refused
 from trioserve.http.sampling_fields import MAX_INT, Rules, read_sampling
 from trioserve.sampling_params import SamplingParams
@@ -130,19 +130,9 @@ def _read_prompt(fields: Fields) -> dict[str, Any]:
 
 
 def _read_messages(fields: Fields) -> list[dict[str, Any]]:
-    value = fields.value("messages")
-    if value is None:
-        fields.fault("messages", "is missing; give an array of messages")
-    elif not isinstance(value, list):
-        fields.fault("messages", f"must be an array of messages, not {kind_of(value)}")
-    elif not value:
-        fields.fault("messages", "must not be empty")
-    elif len(value) > MAX_MESSAGES:
-        fields.fault("messages", f"must have at most {MAX_MESSAGES} items, not {len(value)}")
-    else:
-        read = [_read_message(fields, f"messages[{i}]", item) for i, item in enumerate(value)]
-        return [message for message in read if message is not None]
-    return []
+    items = read_message_list(fields)
+    read = [_read_message(fields, f"messages[{i}]", item) for i, item in enumerate(items)]
+    return [message for message in read if message is not None]
 
 
 def _read_message(fields: Fields, path: str, message: Any) -> dict[str, Any] | None:
