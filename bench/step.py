@@ -1,187 +1,170 @@
 """What does a step cost, and where does the time go?
 
-    python bench/step.py [--source SOURCE] [--weights int8] [--deterministic] [--seconds 1]
+Runs a worker's step loop without HTTP: scheduler, model, sampler, and a pipe that another process
+reads. Decode by number of streams and length of context, prefill, and both in one step. Prints
+milliseconds of the median step by part, and for decode the keys and values that a step reads, in
+GB/s beside a measured copy. ``tokens_per_s`` is what these steps alone allow.
 
-Runs the ModelRunner without HTTP, scheduler or pipes: decode steps by batch size and context, and
-prefill. Prints one JSON object: milliseconds of the median step, split into layers (where they run
-as one kernel), other matrix products, attention, the rest, and sampling (greedy). ``tokens_per_s``
-is what these steps alone allow. The default source is the embedded SmolLM2-135M.
+    python bench/step.py [--streams 1,8,32] [--contexts 128,8192] [--source SOURCE] [--weights int8]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import time
 from typing import Any
 
 import trio
+from attrs import asdict
+from lib.machine import COPIED_BYTES, SIDE, measure_machine
+from lib.output import conditions, table, write_lines
+from lib.step_loop import PARTS, ROOM, Case, StepLoop, cache_bytes_per_token
 
 from trioserve.config.schema import (
     DEFAULT_SOURCE,
+    CacheConfig,
     Config,
     EngineConfig,
     KernelsConfig,
     ModelConfig,
     SchedulerConfig,
 )
-from trioserve.core.batch import NewSequence, ScheduledBatch, ScheduledRow
-from trioserve.core.stages import StageReporter
 from trioserve.devices.cpu import detect, prepare_environment
 from trioserve.models.resolve import resolve_model
-from trioserve.sampling_params import SamplingParams
+from trioserve.models.spec import ModelSpec
 
-STEPS = {  # rows of (tokens in the cache, new tokens)
-    "decode 1 at 160": [(160, 1)],
-    "decode 1 at 2000": [(2000, 1)],
-    "decode 8 at 160": [(160, 1)] * 8,
-    "decode 32 at 160": [(160, 1)] * 32,
-    "decode 32 at 1000": [(1000, 1)] * 32,
-    "prefill 128": [(0, 128)],
-    "prefill 4 x 128": [(0, 128)] * 4,
-    "prefill 512": [(0, 512)],
-    "mixed 31 + 256": [(160, 1)] * 31 + [(0, 256)],
-}
 BLOCK_SIZE = 16
-PARTS = ("layers", "matrix products", "attention")
+BUDGET = SchedulerConfig().max_num_batched_tokens
+PREFILLS = (
+    Case(prompts=1, tokens=128),
+    Case(prompts=4, tokens=BUDGET // 4),
+    Case(prompts=1, tokens=BUDGET),
+    Case(streams=31, context=128, prompts=1, tokens=BUDGET // 2),
+)
 
 
-class Timed:
-    """A callable whose time goes to one part."""
-
-    def __init__(self, inner: Any, spent: dict[str, float], part: str) -> None:
-        self._inner, self._spent, self._part = inner, spent, part
-
-    def __call__(self, *arguments: Any) -> Any:
-        started = time.perf_counter()
-        result = self._inner(*arguments)
-        self._spent[self._part] += time.perf_counter() - started
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+def cases_of(args: argparse.Namespace, spec: ModelSpec) -> list[Case]:
+    """The kinds of step, contexts cut to what the model and ``--memory`` allow."""
+    block_bytes = cache_bytes_per_token(spec) * BLOCK_SIZE
+    num_blocks = int(args.memory * 2**30) // block_bytes
+    cases = list(PREFILLS) if args.prefill and spec.max_position > BUDGET else []
+    for streams in reversed(args.streams):
+        fits = (num_blocks // streams - 2) * BLOCK_SIZE
+        longest = min(fits, spec.max_position) - ROOM - 2
+        contexts = {min(context, longest) for context in args.contexts}
+        cases[:0] = [Case(streams, context) for context in sorted(contexts) if context > 1]
+    return cases
 
 
-def instrument(runner: Any) -> dict[str, float]:
-    """Have products and attention add to the times that are returned."""
-    spent = dict.fromkeys(PARTS, 0.0)
-    model, attention = runner._model, runner._attention
-    if hasattr(model, "decoder"):  # all layers are one kernel, which cannot be looked into
-        model.decoder = Timed(model.decoder, spent, "layers")
-        model = model.model
-    for layer in model.layers:
-        for name in ("qkv", "output", "gate_up", "down"):
-            setattr(layer, name, Timed(getattr(layer, name), spent, "matrix products"))
-    model.head = Timed(model.head, spent, "matrix products")
-    attention.forward = Timed(attention.forward, spent, "attention")
-    return spent
-
-
-def batch_of(rows: list[tuple[int, int]], vocab_size: int) -> ScheduledBatch:
-    """All rows enter and sample."""
-    new, next_block = [], 0
-    for index, (start, count) in enumerate(rows):
-        length = start + count
-        blocks = -(-length // BLOCK_SIZE) + 1  # room for the token that is sampled
-        new.append(
-            NewSequence(
-                id=index,
-                token_ids=[(31 * index + 7 * i) % vocab_size for i in range(length)],
-                num_prompt_tokens=length,
-                num_computed_tokens=start,
-                block_ids=list(range(next_block, next_block + blocks)),
-                sampling=SamplingParams(temperature=0.0),
-                seed=0,
-            )
-        )
-        next_block += blocks
-    scheduled = [ScheduledRow(i, start, count, [], True) for i, (start, count) in enumerate(rows)]
-    return ScheduledBatch(1, [], new, scheduled)
-
-
-def measure(runner: Any, spent: dict[str, float], name: str, seconds: float) -> dict:
-    """Run a step again and again; the median of each part."""
-    rows = STEPS[name]
-    first = batch_of(rows, runner.vocab_size)
-    runner.sample(runner.execute(first))
-    again = ScheduledBatch(2, [], [], first.rows)
-    seen: dict[str, list[float]] = {part: [] for part in ("total", *PARTS, "rest", "sample")}
-    ends = time.perf_counter() + seconds
-    while len(seen["total"]) < 3 or time.perf_counter() < ends:
-        spent.update(dict.fromkeys(PARTS, 0.0))
-        started = time.perf_counter()
-        handle = runner.execute(again)
-        executed = time.perf_counter()
-        runner.sample(handle)
-        done = time.perf_counter()
-        for part in PARTS:
-            seen[part].append(spent[part])
-        seen["rest"].append(executed - started - sum(spent.values()))
-        seen["sample"].append(done - executed)
-        seen["total"].append(done - started)
-    runner.execute(ScheduledBatch(3, [new.id for new in first.new], [], []))
-    tokens = sum(count for _, count in rows)
-    return {
-        "step": name,
-        "count": len(seen["total"]),
-        "ms": {part: round(1e3 * statistics.median(times), 2) for part, times in seen.items()},
-        "best_ms": round(1e3 * min(seen["total"]), 2),
-        "tokens_per_s": round(tokens / statistics.median(seen["total"]), 1),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--source", default=DEFAULT_SOURCE)
-    parser.add_argument("--attention", choices=["numba", "torch"], default="numba")
-    parser.add_argument(
-        "--weights", choices=["auto", "fp32", "fp16", "int8", "packed"], default="auto"
+def settings_of(args: argparse.Namespace, cases: list[Case], spec: ModelSpec) -> Config:
+    """What the worker is told: a cache for the largest case, and no reuse of prefixes."""
+    most = max(case.num_blocks(BLOCK_SIZE) for case in cases) + BUDGET // BLOCK_SIZE
+    size = most * BLOCK_SIZE * cache_bytes_per_token(spec)
+    return Config(
+        model=ModelConfig(source=args.source, weights=args.weights),
+        engine=EngineConfig(threads=args.threads, deterministic=args.deterministic),
+        kernels=KernelsConfig(attention=args.attention),
+        cache=CacheConfig(memory=size, block_size=BLOCK_SIZE, prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=max(32, *args.streams)),
     )
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seconds", type=float, default=1.0, help="per kind of step")
-    arguments = parser.parse_args()
-    settings = Config(
-        model=ModelConfig(source=arguments.source, weights=arguments.weights),
-        engine=EngineConfig(threads=arguments.threads, deterministic=arguments.deterministic),
-        kernels=KernelsConfig(attention=arguments.attention),
-        scheduler=SchedulerConfig(max_num_seqs=32),
-    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the machine and all cases.
+
+    Raises:
+        RuntimeError: a step did something else than it should.
+        TrioserveError: the model cannot be served.
+    """
 
     async def resolve() -> Any:
-        return await resolve_model(settings.model, report=lambda stage: None)
+        return await resolve_model(ModelConfig(source=args.source), report=lambda stage: None)
 
     resolved = trio.run(resolve)
+    cases = cases_of(args, resolved.spec)
+    settings = settings_of(args, cases, resolved.spec)
+    told = conditions()
     prepare_environment(settings)
     import torch
 
-    from trioserve.core.model_runner import ModelRunner
-
-    load = os.getloadavg()[0]
-    runner = ModelRunner(resolved, settings)
-    report = StageReporter(lambda stage: None)
-    runner.load(report)
-    longest = max(start + count for rows in STEPS.values() for start, count in rows) + BLOCK_SIZE
-    most = max(
-        sum(-(-(start + count) // BLOCK_SIZE) + 1 for start, count in rows)
-        for rows in STEPS.values()
-    )
-    runner.init_kv_cache(most, longest)
-    runner.warm_up(report)
-    spent = instrument(runner)
-    result = {
-        "model": resolved.name,
-        "weights": runner.info()["weights"],
-        "attention": runner.info()["attention"],
-        "processor": detect(settings).describe(),
-        "torch": torch.__version__,
-        "load_before": round(load, 1),
-        "results": [measure(runner, spent, name, arguments.seconds) for name in STEPS],
+    torch.set_num_threads(args.threads)
+    machine = measure_machine(num_bytes=args.copied_bytes, side=args.side)
+    loop = StepLoop(resolved, settings)
+    try:
+        lines = [loop.measure(case, args.seconds) for case in cases]
+        info, runner = loop.runner.info(), loop.runner
+    finally:
+        loop.close()
+    for line in lines:
+        if "kv_gb_per_s" in line:
+            line["kv_share_of_copy"] = round(line["kv_gb_per_s"] / machine.copy_gb_per_s, 2)
+    return {
+        "bench": "step",
+        "conditions": told | {"torch": torch.__version__, "device": detect(settings).describe()},
+        "model": {
+            "name": resolved.name,
+            **info,
+            "weight_bytes": runner.weight_bytes,
+            "product_bytes": loop.product_bytes,
+            "layer_weights": loop.layer_weights,
+            "head_weights": loop.head_weights,
+            "kv_bytes_per_token": runner.kv_bytes_per_token,
+            "attention_width": resolved.spec.num_heads * resolved.spec.head_dim,
+            "num_layers": resolved.spec.num_layers,
+        },
+        "machine": asdict(machine),
+        "results": lines,
     }
-    print(json.dumps(result, indent=1))
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """The table."""
+    rows: list[tuple[Any, ...]] = [("ms of a step", "total", *PARTS, "tokens/s", "KV MB", "GB/s")]
+    for line in result["results"]:
+        read = (f"{line.get('kv_mb', 0):,.0f}", line.get("kv_gb_per_s", "-"))
+        parts = (f"{line['ms'][name]:.2f}" for name in ("total", *PARTS))
+        rows.append((line["case"], *parts, line["tokens_per_s"], *read))
+    copy = f"a copy moves {result['machine']['copy_gb_per_s']} GB/s, read and written"
+    return [*table(rows), copy]
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that every script which measures steps takes."""
+    parser.add_argument("--source", default=DEFAULT_SOURCE)
+    parser.add_argument("--attention", choices=["auto", "numba", "torch"], default="auto")
+    parser.add_argument("--weights", default="auto", help="as [model] weights")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each kind of step")
+    parser.add_argument(
+        "--memory", type=float, default=4.0, metavar="GIB",
+        help="most for the cache; longer contexts are cut to it (default: 4)",
+    )  # fmt: skip
+    parser.add_argument("--copied-bytes", type=int, default=COPIED_BYTES, metavar="N")
+    parser.add_argument("--side", type=int, default=SIDE, metavar="N", help="of square products")
+    parser.add_argument("--json", metavar="FILE", help="write everything there; - for stdout")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=numbers, default=[1, 8, 32], metavar="N,…")
+    parser.add_argument("--contexts", type=numbers, default=[128, 8192], metavar="N,…")
+    parser.add_argument("--no-prefill", dest="prefill", action="store_false")
+    add_options(parser)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    result = run(options)
+    write_lines(result, options.json, lines_of(result))

@@ -51,18 +51,23 @@ def write_result(
 
     With ``--json -`` the table goes to stderr.
     """
-    text = json.dumps(result, indent=1)
-    out = sys.stderr if args.json == "-" else sys.stdout
     if baseline is None:
         rows = list(grouped(result["median"]))
     else:
         rows = [("", "before", "now", "change"), *compare(baseline, result["median"])]
-    for line in [*table(rows), *lines]:
-        print(line, file=out)
-    if args.json == "-":
+    write_lines(result, args.json, [*table(rows), *lines])
+
+
+def write_lines(result: dict[str, Any], json_to: str | None, lines: Iterable[str]) -> None:
+    """Print ``lines`` and write ``result`` to the file ``json_to``; "-" is stdout, and the lines
+    go to stderr then."""
+    for line in lines:
+        print(line, file=sys.stderr if json_to == "-" else sys.stdout)
+    text = json.dumps(result, indent=1)
+    if json_to == "-":
         print(text)
-    elif args.json:
-        Path(args.json).write_text(text + "\n")
+    elif json_to:
+        Path(json_to).write_text(text + "\n")
 
 
 def grouped(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[Cell, ...]]:
