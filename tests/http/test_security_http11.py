@@ -297,3 +297,25 @@ async def test_trailers_without_an_end_are_cut() -> None:
                 while True:
                     await client.stream.send_all(b"a: b\r\n" * 1000)
         await still_serves(served)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"5;" + b"x" * 40_000, 400, "invalid_http"),
+        (b"2\r\n{}\r\n5;" + b"x" * 40_000, 400, "invalid_http"),
+        (b"0\r\nx: " + b"x" * 40_000, 431, "headers_too_large"),
+        (b"2\r\n{}\r\n0\r\nx: " + b"x" * 40_000, 431, "headers_too_large"),
+    ],
+)
+async def test_what_is_too_long_within_a_body(body: bytes, status: int, code: str) -> None:
+    """The target has long been read: it is not what is too long."""
+    async with serving() as served:
+        client = await served.connect()
+        await client.stream.send_all(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n" + body
+        )
+        answer = await client.answer()
+        assert (answer.status, answer.json["error"]["code"]) == (status, code)
+        assert answer.headers["connection"] == "close"

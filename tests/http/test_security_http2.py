@@ -165,6 +165,33 @@ async def test_large_heads_over_http2() -> None:
         assert answer.status == 200
 
 
+# ------------------------------------------------------------------------------- floods
+
+
+@pytest.mark.parametrize("depends_on", [0, 1, 7])
+async def test_a_flood_of_priorities_is_passed_over(
+    depends_on: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine, http2=True) as served:
+        client = H2Client(await served.connect())
+        await client.send(1, "/v1/completions", b'{"prompt": "hi"}')
+        client.connection.end_stream(1)
+        await client.flush()
+        [stream] = await engine.submitted()
+        for number in range(3, 6003, 2):
+            if number != depends_on:
+                client.connection.prioritize(number, depends_on=depends_on)
+        client.connection.prioritize(7, depends_on=1)
+        client.connection.prioritize(1, depends_on=7)
+        await client.flush()
+        answer_hello(stream)
+        assert await client.answer(1) == 200
+        await client.send(6003, "/health")
+        assert await client.answer(6003) == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 # ------------------------------------------------------------- clients that take nothing
 
 

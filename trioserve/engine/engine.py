@@ -570,7 +570,7 @@ class Engine:
             case Phase.DRAINING:
                 return NotReady("the server is shutting down")
             case Phase.FAILED:
-                return NotReady(f"the engine has failed: {self._cause}")
+                return NotReady("the engine has failed; the server's log says why")
             case _:
                 return NotReady("the engine is closed")
 

@@ -67,6 +67,7 @@ WORKER_LEVELS = {
 }
 EVENT_BUFFER = 64
 MAX_BACKOFF_S = 30.0
+DIED = "the engine died under this request; it may be sent again"  # why is for the log
 EXIT_WAIT_S = 1.0  # between the end of the event pipe and the end of the process
 
 WorkerFactory = Callable[[Config], AbstractAsyncContextManager[Worker]]
@@ -240,7 +241,7 @@ class Supervisor:
                 self._engine.num_restarts += 1
                 self._engine.end_incarnation(
                     Phase.RESTARTING,
-                    RequestFailed(f"the engine died: {first_line(error)}"),
+                    RequestFailed(DIED),
                     str(error),
                     resubmit=self._config.engine.resubmit,
                 )
@@ -255,9 +256,7 @@ class Supervisor:
     def fail(self, error: TrioserveError) -> None:
         """The engine has ended by ``error``; open requests are told."""
         self._engine.failure = error
-        self._engine.end_incarnation(
-            Phase.FAILED, RequestFailed(f"the engine died: {first_line(error)}"), str(error)
-        )
+        self._engine.end_incarnation(Phase.FAILED, RequestFailed(DIED), str(error))
 
     def close(self) -> None:
         """The block was left; whatever is still open is cut."""
@@ -487,8 +486,3 @@ def first_error(group: BaseExceptionGroup[TrioserveError]) -> TrioserveError:
         error = error.exceptions[0]
     assert isinstance(error, TrioserveError)
     return error
-
-
-def first_line(error: Exception) -> str:
-    """One line for a client."""
-    return str(error).splitlines()[0]

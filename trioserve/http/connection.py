@@ -41,6 +41,7 @@ from trioserve.ipc.framing import FEW_BYTES, next_read
 READ_AHEAD_BYTES = 64 * 1024  # kept of what follows a request that is still being answered
 CLOSE_GRACE_S = 1.0
 BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
+CHUNK_EXTENSION = re.compile(rb"[0-9A-Fa-f]+[ \t]*;")
 HOST = re.compile(rb"([A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(:\d{0,5})?")
 
 
@@ -263,8 +264,12 @@ class H11Only(H11Protocol):
 
     async def _send_error_response(self, status_code: int) -> None:
         unread = self.connection.their_state is h11.ERROR
-        if status_code == 431 and unread and b"\n" not in self.connection.trailing_data[0]:
-            status_code = 414  # not even the first line has come to its end
+        if status_code == 431 and unread:
+            rest = self.connection.trailing_data[0]
+            if self.stream is not None:  # within a body: its trailers are headers, chunks are none
+                status_code = 400 if CHUNK_EXTENSION.match(rest) else 431
+            elif b"\n" not in rest:
+                status_code = 414  # not even the first line has come to its end
         body = _ERROR_BODIES.get(status_code, _ERROR_BODIES[400])
         headers = [
             (b"content-type", b"application/json"),

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import h2.config
 import h2.connection
 import h2.errors
+import h2.events
 import h2.exceptions
 import trio
 from hypercorn.events import Updated
@@ -48,8 +49,14 @@ def mend(protocol: H2Protocol, *, max_head_bytes: int, send_timeout_s: float) ->
         await close(stream_id)
         await protocol.send(Updated(idle=protocol.idle))
 
+    async def heed_no_priority(event: h2.events.PriorityUpdated) -> None:
+        # HTTP/2 has given them up. hypercorn remembers them for streams that never come, and ends
+        # the connection, with a traceback, over very many and over a loop of them.
+        pass
+
     mended = cast(Any, protocol)
     mended._create_stream, mended._close_stream = create_usable, close_and_tell
+    mended._priority_updated = heed_no_priority
 
 
 def are_settings(header: bytes) -> bool:
