@@ -185,7 +185,7 @@ async def test_truncation(path: str, body: dict[str, Any]) -> None:
             ({"truncate_prompt_tokens": 3}, b"fgh"),
             ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, b"abc"),
             ({"truncate_prompt_tokens": -1, "max_tokens": 2}, b"cdefgh"),
-            ({"truncate_prompt_tokens": -1, "max_tokens": 100}, b"h"),
+            ({"truncate_prompt_tokens": -1, "max_tokens": 7}, b"h"),
             ({"truncate_prompt_tokens": 7}, b"bcdefgh"),
         ]:
             answer = await served.call("POST", path, body | fields)
@@ -194,6 +194,33 @@ async def test_truncation(path: str, body: dict[str, Any]) -> None:
             assert answer.json["usage"]["prompt_tokens"] == len(want)
         too_many = {"truncate_prompt_tokens": 8}
         assert (await served.call("POST", path, body | too_many)).status == 400
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("asked", [8, 10**9])
+async def test_truncation_to_nothing_is_refused(name: str, asked: int) -> None:
+    """A prompt is never cut to a token in silence."""
+    fields = {"truncate_prompt_tokens": -1, name: asked}
+    routes = BOTH if name == "max_tokens" else BOTH[1:]
+    async with serving(FakeEngine(max_model_len=8)) as served:
+        for path, body in routes:
+            answer = await served.call("POST", path, body | fields)
+            error = answer.json["error"]
+            assert (answer.status, error["param"]) == (400, name)
+            assert (
+                f"truncate_prompt_tokens = -1 keeps what {name} = {asked} leaves"
+                in error["message"]
+            )
+            assert "context length of 8 tokens" in error["message"]
+
+
+async def test_truncation_leaves_a_prompt_beside_the_models_own_limit() -> None:
+    engine = FakeEngine(max_model_len=8)
+    engine.defaults = GenerationDefaults(max_tokens=500)
+    body = {"messages": [{**USER[0], "content": "abcdefgh"}], "truncate_prompt_tokens": -1}
+    async with serving(engine) as served:
+        assert (await served.call("POST", "/v1/chat/completions", body)).status == 200
+        assert bytes(engine.streams[-1].prompt_token_ids) == b"bcdefgh"
 
 
 async def test_a_request_has_the_id_it_asks_for_unless_a_header_has_one(

@@ -73,10 +73,11 @@ class GenerationRoutes:
             template_kwargs=body.template_kwargs or None,
         )
         try:
-            prompt = _cut(await call.run(render), body, call.engine.max_model_len)
+            prompt = await call.run(render)
         except ContextLengthExceeded as error:
             error.param = body.prompt_field  # the engine was given a text
             raise
+        prompt = _cut(prompt, body, call.engine.max_model_len)
         prompt_text = None
         if body.prompt_text:
             prompt_text = await call.run(functools.partial(call.engine.decode, prompt))
@@ -132,10 +133,25 @@ def _cut(prompt: list[int], body: GenerationRequest, context_length: int) -> lis
     if most is None:
         return prompt
     if most == -1:
-        most = max(1, context_length - (body.sampling.max_tokens or 1))
+        most = _room_for_prompt(body, context_length)
     if len(prompt) <= most:
         return prompt
     return prompt[-most:] if body.truncation_side == "left" else prompt[:most]
+
+
+def _room_for_prompt(body: GenerationRequest, context_length: int) -> int:
+    """The most tokens of a prompt beside those of an answer as long as was asked for."""
+    asked = body.sampling.max_tokens or 1
+    if asked < context_length:
+        return context_length - asked
+    if body.max_tokens_field:
+        raise ContextLengthExceeded(
+            f"truncate_prompt_tokens = -1 keeps what {body.max_tokens_field} = {asked} leaves of"
+            f" this model's maximum context length of {context_length} tokens, which is nothing."
+            f" Ask for at most {context_length - 1}, or give truncate_prompt_tokens a number",
+            param=body.max_tokens_field,
+        )
+    return context_length - 1  # a default is lowered to what there is room for
 
 
 async def _shown_prompt(
