@@ -5,6 +5,9 @@ at once. Open loop: --rate requests per second on average, at random times (Pois
 is different and made of random token ids, so that no cache helps; servers that refuse ids get
 words, fitted to the same number of tokens. Temperature 0, and no stop before --max-tokens.
 
+Two other loads tell times to the first token, one request after another: --shared-prefix P sends
+pairs that begin with the same P tokens, --idle S waits so long before a request.
+
     python bench/serve.py [--base-url http://127.0.0.1:8000] [--concurrency 8] [--rate 2.5]
 """
 
@@ -22,32 +25,39 @@ import trio
 from attrs import frozen
 from lib.answers import read_answer, summarize
 from lib.client import (
+    Request,
     ServerError,
     Target,
     Workload,
     closed_loop,
     describe_server,
+    get_json,
     open_loop,
     poisson_offsets,
     settle,
 )
+from lib.moments import Kinds, after_idle, compared, shared_prefix
 from lib.output import add_output_options, conditions, read_baseline, write_result
-from lib.proc import cpu_s_of_tree, memory_of_tree
+from lib.proc import beyond_weights_and_cache, cpu_s_of_tree, memory_of_tree
 from lib.stats import median_of
 
 KINDS = ("ids", "text", "chat")
 SPECIAL_IDS = 300  # ids under this may be control tokens or single bytes
+TAIL = 16  # tokens that a prompt has after a shared prefix
+PREFIX, IDLE = ("first", "second"), ("warm", "idle")
 COMMON_VOCABULARY = 30_000  # nearly every vocabulary has so many
 
 
 @frozen
 class Load:
-    """How requests are sent. ``rate`` None: closed loop."""
+    """How requests are sent: as prefixes or pauses want it, else at a ``rate``, else closed."""
 
     num_streams: int
     rate: float | None
     num_requests: int
     timeout_s: float
+    shares_prefix: bool = False
+    idle_s: float | None = None
 
 
 async def run_load(
@@ -57,30 +67,55 @@ async def run_load(
 
     Cancellation closes all connections.
     """
-    requests = list(workload.requests(target, seed, load.num_requests))
+    one_by_one = load.shares_prefix or load.idle_s is not None
+    count = 0 if one_by_one else load.num_requests
+    requests = list(workload.requests(target, seed, count))
     gc.collect()
     gc.disable()  # what is received is kept to the end: there is nothing to find
     server_cpu_s = cpu_s_of_tree(pid) if pid is not None else 0.0
     cpu_s, began = time.process_time(), time.perf_counter()
     try:
-        if load.rate is None:
-            exchanges = await closed_loop(target, requests, load.num_streams, load.timeout_s)
-        else:
-            offsets = poisson_offsets(load.rate, load.num_requests, seed)
-            exchanges = await open_loop(target, requests, offsets, load.timeout_s)
+        sent = await send(target, workload, load, seed, requests)
     finally:
         gc.enable()
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - began
-    result = summarize([read_answer(exchange) for exchange in exchanges])
+    kinds, outcomes = [kind for kind, _ in sent], [read_answer(exchange) for _, exchange in sent]
+    result = summarize(outcomes)
+    if one_by_one:
+        name, pair = ("prefix", PREFIX) if load.shares_prefix else ("idle", IDLE)
+        result[name] = compared(kinds, outcomes, pair)
     result["client"] = {
         "cpu_s": round(cpu_s, 3),
         "cpu_share": round(cpu_s / wall_s, 4),  # of one processor
-        "worst_lag_ms": round(max(exchange.lag_s for exchange in exchanges) * 1e3, 3),
+        "worst_lag_ms": round(max(exchange.lag_s for _, exchange in sent) * 1e3, 3),
     }
     if pid is not None:
         used = round(cpu_s_of_tree(pid) - server_cpu_s, 2)
-        result["server"] = {"cpu_s": used, "memory": memory_of_tree(pid)}
+        memory = memory_of_tree(pid)
+        result["server"] = {"cpu_s": used, "memory": memory}
+        _, startup = await get_json(target, "/startup")
+        if "worker" in memory and startup and startup.get("info"):
+            of_worker = beyond_weights_and_cache(memory["worker"], startup["info"])
+            result["server"]["worker_memory"] = of_worker
     return result
+
+
+async def send(
+    target: Target, workload: Workload, load: Load, seed: str, requests: list[Request]
+) -> Kinds:
+    """All exchanges, each with what kind of request it was; "" where all are the same."""
+    if load.shares_prefix:
+        return await shared_prefix(target, workload, seed, load.num_requests, load.timeout_s)
+    if load.idle_s is not None:
+        return await after_idle(
+            target, workload, seed, load.num_requests, load.idle_s, load.timeout_s
+        )
+    if load.rate is None:
+        exchanges = await closed_loop(target, requests, load.num_streams, load.timeout_s)
+    else:
+        offsets = poisson_offsets(load.rate, load.num_requests, seed)
+        exchanges = await open_loop(target, requests, offsets, load.timeout_s)
+    return [("", exchange) for exchange in exchanges]
 
 
 def add_up(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -100,7 +135,8 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     workload = Workload(
         model=args.model or model,
         kind="ids",
-        size=args.prompt_tokens,
+        size=args.prompt_tokens if args.shared_prefix is None else args.shared_prefix + TAIL,
+        tail=TAIL,
         max_tokens=args.max_tokens,
         vocabulary=range(min(SPECIAL_IDS, high // 2), high),
         extra=args.extra,
@@ -109,7 +145,14 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     workload, refused = await settle(target, workload, kinds, f"{args.seed}/try", args.timeout)
     for line in refused:
         print(f"refused {line}", file=sys.stderr)
-    load = Load(args.concurrency, args.rate, args.requests, args.timeout)
+    load = Load(
+        args.concurrency,
+        args.rate,
+        args.requests,
+        args.timeout,
+        shares_prefix=args.shared_prefix is not None,
+        idle_s=args.idle,
+    )
     warm_up = list(workload.requests(target, f"{args.seed}/warm", args.warm_up))
     await closed_loop(target, warm_up, args.concurrency, args.timeout)
     runs = [
@@ -137,7 +180,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=positive, default=1, metavar="N", help="closed loop")
     parser.add_argument("--rate", type=float, metavar="PER_S", help="open loop instead")
     parser.add_argument(
-        "--requests", type=positive, metavar="N", help="default: 4 per stream, or 32"
+        "--shared-prefix", type=positive, metavar="P", help="pairs that begin with the same tokens"
+    )
+    parser.add_argument("--idle", type=float, metavar="S", help="pauses before requests")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="default: 4 per stream, or 32; pairs, pauses: 5",
     )
     parser.add_argument("--prompt-tokens", type=positive, default=128, metavar="P")
     parser.add_argument("--max-tokens", type=positive, default=128, metavar="M")
@@ -169,6 +219,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--extra must be a JSON object")
     # A server may remember the prompts of an earlier call, so the same seed is not the default.
     args.seed = args.seed or os.urandom(4).hex()
+    one_by_one = args.shared_prefix is not None or args.idle is not None
+    if sum(map(bool, (args.rate, args.shared_prefix, args.idle))) > 1:
+        parser.error("--rate, --shared-prefix and --idle are loads of their own: name one")
+    if args.requests is None and one_by_one:
+        args.requests = 5
     if args.requests is None:
         args.requests = 32 if args.rate is not None else 4 * args.concurrency
     if args.warm_up is None:

@@ -2,7 +2,7 @@
 
 Runs a worker's step loop without HTTP: scheduler, model, sampler, and a pipe that another process
 reads. Decode by number of streams and length of context, prefill, and both in one step. Prints
-milliseconds of the median step by part, and for decode the keys and values that a step reads, in
+milliseconds of a typical step by part, and for decode the keys and values that a step reads, in
 GB/s beside a measured copy. ``tokens_per_s`` is what these steps alone allow.
 
     python bench/step.py [--streams 1,8,32] [--contexts 128,8192] [--source SOURCE] [--weights int8]

@@ -11,7 +11,7 @@ import random
 import socket
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import h11
@@ -190,7 +190,10 @@ async def get_json(target: Target, path: str, timeout_s: float = 10.0) -> tuple[
 
 @frozen
 class Workload:
-    """What is asked: ``kind`` is "ids", "text" or "chat"; ``size`` counts ids, or words."""
+    """What is asked: ``kind`` is "ids", "text" or "chat"; ``size`` counts ids, or words.
+
+    Of these, ``tail`` at the end are a request's own where it is one of several with one beginning.
+    """
 
     model: str
     kind: str
@@ -198,15 +201,20 @@ class Workload:
     max_tokens: int
     vocabulary: range
     extra: dict[str, Any]
+    tail: int = 0
 
-    def body(self, seed: str) -> dict[str, Any]:
-        """The JSON of one request; the prompt is random, and the same for the same seed."""
-        rng = random.Random(seed)
+    def body(self, seed: str, shared: str | None = None) -> dict[str, Any]:
+        """The JSON of one request; the prompt is random, and the same for the same seed. With the
+        same ``shared`` the beginning is the same too."""
+        source: Sequence[Any] = self.vocabulary if self.kind == "ids" else COMMON_WORDS.split()
+        own = self.size if shared is None else min(self.tail, self.size)
+        pieces = random.Random(shared).choices(source, k=self.size - own)
+        pieces += random.Random(seed).choices(source, k=own)
         prompt: Any
         if self.kind == "ids":
-            prompt = {"prompt": rng.choices(self.vocabulary, k=self.size)}
+            prompt = {"prompt": pieces}
         else:
-            text = " ".join(rng.choices(COMMON_WORDS.split(), k=self.size))
+            text = " ".join(pieces)
             chat = {"messages": [{"role": "user", "content": text}]}
             prompt = chat if self.kind == "chat" else {"prompt": text}
         body = {
@@ -221,19 +229,21 @@ class Workload:
         }
         return {key: value for key, value in body.items() if value is not None}
 
-    def request(self, target: Target, seed: str) -> Request:
+    def request(self, target: Target, seed: str, shared: str | None = None) -> Request:
         """One request, ready to be sent."""
         path = CHAT if self.kind == "chat" else COMPLETIONS
-        return make_request(target, "POST", path, self.body(seed))
+        return make_request(target, "POST", path, self.body(seed, shared))
 
     def requests(self, target: Target, seed: str, num_requests: int) -> Iterator[Request]:
         """Requests whose prompts all differ."""
         return (self.request(target, f"{seed}/{index}") for index in range(num_requests))
 
 
-async def ask(target: Target, workload: Workload, seed: str, timeout_s: float) -> Outcome:
+async def ask(
+    target: Target, workload: Workload, seed: str, timeout_s: float, shared: str | None = None
+) -> Outcome:
     """The outcome of one request."""
-    return read_answer(await exchange(target, workload.request(target, seed), timeout_s))
+    return read_answer(await exchange(target, workload.request(target, seed, shared), timeout_s))
 
 
 async def describe_server(target: Target, wait_s: float) -> tuple[str, int | None]:

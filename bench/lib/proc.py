@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 # Field of /proc/PID/status or smaps_rollup: our name. All are in KiB there.
 MEMORY_FIELDS = {
@@ -70,6 +71,21 @@ def memory_of(pid: int) -> dict[str, float]:
         if field in MEMORY_FIELDS:
             memory[MEMORY_FIELDS[field]] = round(int(value.split()[0]) / 1024, 2)
     return memory
+
+
+def beyond_weights_and_cache(worker: dict[str, float], info: dict[str, Any]) -> dict[str, float]:
+    """A worker's resident memory, own and mapped, beside what a model cannot be without, in MiB.
+
+    ``info`` is that of ``/startup``. The cache counts whole although its pages are taken as they
+    are first written: only after a load that has filled it does ``beyond_mib`` tell much.
+    """
+    weights, cache = (info[name] / 2**20 for name in ("weight_bytes", "kv_cache_bytes"))
+    return {
+        "worker_mib": worker["rss_mib"],
+        "weights_mib": round(weights, 2),
+        "cache_mib": round(cache, 2),
+        "beyond_mib": round(worker["rss_mib"] - weights - cache, 2),
+    }
 
 
 def cpu_s_of_tree(pid: int) -> float:

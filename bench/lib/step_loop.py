@@ -79,6 +79,15 @@ def cache_bytes_per_token(spec: ModelSpec) -> int:
     return spec.num_layers * spec.num_kv_heads * (spec.head_dim + lanes) * 4
 
 
+def typical(steps: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of the middle half of steps, by their total: its parts make up its total, which
+    those of medians do not."""
+    ordered = sorted(steps, key=lambda step: step["total"])
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    return {name: statistics.fmean(step[name] for step in middle) for name in ordered[0]}
+
+
 def shares(seconds: dict[frozenset[str], float]) -> dict[str, float]:
     """What each of two parts takes of the whole, from the seconds without them: the mean of what
     is saved by leaving it out beside the other, and where the other is left out already. The two
@@ -137,7 +146,7 @@ class StepLoop:
         self._reader.wait()
 
     def measure(self, case: Case, seconds: float) -> dict[str, Any]:
-        """Run steps of a kind for about so long; medians in milliseconds.
+        """Run steps of a kind for about so long; milliseconds of a typical one.
 
         Raises:
             RuntimeError: a step did something else than the case says.
@@ -164,13 +173,10 @@ class StepLoop:
         seen: dict[frozenset[str], list[dict[str, float]]],
         cached_tokens: int,
     ) -> dict[str, Any]:
-        medians = {
-            variant: {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-            for variant, steps in seen.items()
-        }
-        found = medians[WHOLE]
-        if len(medians) > 1:
-            layers = {variant: steps["layers"] for variant, steps in medians.items()}
+        usual = {variant: typical(steps) for variant, steps in seen.items()}
+        found = usual[WHOLE]
+        if len(usual) > 1:
+            layers = {variant: step["layers"] for variant, step in usual.items()}
             for part, taken in shares(layers).items():
                 found[part] += taken
                 found["rest"] -= taken

@@ -57,7 +57,43 @@ def test_serve_counts_what_a_server_did(server: Any, loop: tuple[str, str]) -> N
     assert median["output_tokens_per_s"] > 0
     assert median["client"]["cpu_s"] > 0
     assert set(median["server"]["memory"]) == {"parent", "worker", "total"}
+    memory = median["server"]["worker_memory"]
+    assert memory["cache_mib"] > 0
+    kept = memory["weights_mib"] + memory["cache_mib"]
+    assert memory["beyond_mib"] == pytest.approx(memory["worker_mib"] - kept, abs=0.05)
+    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
+        assert {"mean", "median", "p90", "p99", "count"} == set(median[name])
     assert "output_tokens_per_s" in err
+
+
+def test_serve_tells_the_first_token_behind_a_prefix_that_was_seen(server: Any) -> None:
+    load = ("--shared-prefix", "64", "--requests", "3", "--max-tokens", "2")
+    code, result, err = call("serve", "--base-url", server.url, *load)
+    assert code == 0, err
+    [run] = result["runs"]
+    assert (run["requests"], run["prompt_tokens"]) == (6, 6 * (64 + 16))
+    assert run["cached_tokens"] == 3 * 64  # of the second of each pair, and of no first one
+    assert run["prefix"]["cached_tokens"] == 64
+    assert run["prefix"]["first_ttft_ms"]["count"] == run["prefix"]["second_ttft_ms"]["count"] == 3
+    assert result["median"]["prefix"]["ratio"] > 0
+
+
+def test_serve_tells_the_first_token_after_a_pause(server: Any) -> None:
+    load = ("--idle", "0.05", "--requests", "2", "--max-tokens", "2", "--prompt-tokens", "8")
+    code, result, err = call("serve", "--base-url", server.url, *load)
+    assert code == 0, err
+    [run] = result["runs"]
+    assert run["requests"] == 2 * 4
+    idle = run["idle"]
+    assert idle["warm_ttft_ms"]["count"] == idle["idle_ttft_ms"]["count"] == 2
+    slower = idle["idle_ttft_ms"]["median"] - idle["warm_ttft_ms"]["median"]
+    assert idle["slower_ms"] == pytest.approx(slower, abs=0.01)
+
+
+def test_serve_takes_one_load_at_a_time() -> None:
+    code, result, err = call("serve", "--rate", "3", "--idle", "2")
+    assert (code, result) == (2, None)
+    assert "name one" in err
 
 
 def test_serve_says_why_a_server_refuses(server: Any) -> None:
