@@ -1,13 +1,15 @@
 """How does trioserve stand beside other engines, measured in turns in one run?
 
-    python bench/compare.py [--peer openvino-genai] [--url NAME=http://127.0.0.1:8080] [--rounds 5]
+    python bench/compare.py [--peer openvino-genai=OTHER/bin/python] [--peer llama-cpp]
+                            [--url NAME=http://127.0.0.1:8080] [--rounds 5]
 
 Starts trioserve with its default model, and each ``--peer`` on the same GGUF file in a process of
 its own; ``--url`` adds a server that runs already. Each round puts the same loads on each system in
 turn: one stream, a long prompt, and many streams at once. trioserve and servers are asked over
 HTTP, peers in process, without one. Prompts are words, the same for all, each used once, so that no
 cache helps. Gives medians over the rounds, and trioserve's figure divided by each other's. A peer
-that is not installed in this environment (``--python`` names another) is told and left out.
+that is not installed in this environment is told and left out; each may name the Python that has
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from lib.client import (
     describe_server,
     make_request,
 )
-from lib.output import conditions, table
+from lib.output import conditions, table, write_lines
 from lib.peers import ENGINES
 from lib.server import free_port, server
 
@@ -168,6 +170,14 @@ def trioserve_server(options: list[str]) -> Iterator[tuple[Ask, float]]:
         yield over_http(target, name), time.perf_counter() - began
 
 
+def engine(text: str) -> tuple[str, str]:
+    """NAME or NAME=PYTHON."""
+    name, _, python = text.partition("=")
+    if name not in ENGINES:
+        raise argparse.ArgumentTypeError(f"no engine {name}; there are {', '.join(ENGINES)}")
+    return name, python
+
+
 def default_gguf() -> str:
     """The file of the default model, fetched if need be."""
     from trioserve.config.schema import ModelConfig
@@ -181,21 +191,24 @@ def default_gguf() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", choices=ENGINES, action="append", default=[])
+    parser.add_argument(
+        "--peer", type=engine, action="append", default=[], metavar="NAME[=PYTHON]",
+        help=f"one of {', '.join(ENGINES)}, and the Python that has it",
+    )  # fmt: skip
     parser.add_argument("--url", action="append", default=[], metavar="NAME=URL")
-    parser.add_argument("--python", default=sys.executable, help="that has the peers")
+    parser.add_argument("--python", default=sys.executable, help="of peers that name none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write everything there; - for stdout")
     parser.add_argument("options", nargs="*", help="for trioserve run, after --")
     arguments = parser.parse_args()
-    seed = os.urandom(4).hex()
+    seed, told = os.urandom(4).hex(), conditions()
     with contextlib.ExitStack() as stack:
         systems: dict[str, Ask] = {}
         started: dict[str, float] = {}
         ours = stack.enter_context(trioserve_server(arguments.options))
         systems["trioserve"], started["trioserve"] = ours
-        for name in arguments.peer:
-            found = stack.enter_context(peer(name, arguments.python, default_gguf()))
+        for name, python in arguments.peer:
+            found = stack.enter_context(peer(name, python or arguments.python, default_gguf()))
             if found is not None:
                 systems[name], started[name] = found
         for text in arguments.url:
@@ -204,7 +217,7 @@ def main() -> None:
             model, _ = trio.run(describe_server, target, 0.0)
             systems[name] = over_http(target, model)
         seen = measure(systems, arguments.rounds, seed)
-    report(seen, started, arguments)
+    report(seen, started, told, arguments)
 
 
 def measure(systems: dict[str, Ask], rounds: int, seed: str) -> dict[str, dict[str, list[float]]]:
@@ -221,8 +234,12 @@ def measure(systems: dict[str, Ask], rounds: int, seed: str) -> dict[str, dict[s
 
 
 def report(
-    seen: dict[str, dict[str, list[float]]], started: dict[str, float], arguments: Any
+    seen: dict[str, dict[str, list[float]]],
+    started: dict[str, float],
+    told: dict[str, Any],
+    arguments: argparse.Namespace,
 ) -> None:
+    """Print medians, and ours divided by each, and write everything."""
     medians = {
         name: {figure: statistics.median(values) for figure, values in figures.items()}
         for name, figures in seen.items()
@@ -236,14 +253,14 @@ def report(
             (f"ratio: {words}", *(round(ours / line[figure], 2) for line in medians.values()))
         )
     rows.append(("seconds to be ready", *(round(started.get(name, 0.0), 1) for name in medians)))
-    for line in table(rows):
-        print(line, file=sys.stderr if arguments.json == "-" else sys.stdout)
-    result = {"conditions": conditions(), "ready_s": started, "median": medians, "all": seen}
-    text = json.dumps(result, indent=1)
-    if arguments.json == "-":
-        print(text)
-    elif arguments.json:
-        Path(arguments.json).write_text(text + "\n")
+    result = {
+        "bench": "compare",
+        "conditions": told,
+        "ready_s": started,
+        "median": medians,
+        "all": seen,
+    }
+    write_lines(result, arguments.json, table(rows))
 
 
 if __name__ == "__main__":

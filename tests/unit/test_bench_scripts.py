@@ -18,7 +18,7 @@ from .test_bench import BENCH, FULL, SIMULATED, WHOLE, Peer, serving
 sys.path.insert(0, str(BENCH))
 try:
     import compare
-    from lib import answers, stats
+    from lib import answers, peers, stats
 finally:
     sys.path.remove(str(BENCH))
 
@@ -235,16 +235,46 @@ def test_tokens_that_share_a_chunk_come_with_it() -> None:
     assert compare._spread(outcome, 1.0) == [0.5, 1.0, 1.0, 1.0]
 
 
+def test_a_batch_has_all_that_decode_and_then_prompts_as_far_as_it_goes() -> None:
+    streams = [peers.Stream([1, 2, 3]), peers.Stream([4, 5]), peers.Stream([6, 7, 8])]
+    assert peers.next_batch(streams, 2, 4) == [
+        (0, 0, 1, False),
+        (0, 1, 2, False),
+        (0, 2, 3, True),
+        (1, 0, 4, False),
+    ]
+    streams[0] = peers.Stream([1, 2, 3, 9], num_done=3, times=[0.1])
+    streams[1].num_done = 1
+    assert peers.next_batch(streams, 2, 4) == [
+        (0, 3, 9, True),
+        (1, 1, 5, True),
+        (2, 0, 6, False),
+        (2, 1, 7, False),
+    ]
+    for one in streams:
+        one.times = [0.1, 0.2]
+    assert peers.next_batch(streams, 2, 4) == []
+
+
+def test_a_peer_that_is_unknown_is_refused() -> None:
+    code, result, errors = call("compare", "--peer", "lama-cpp")
+    assert (code, result) == (2, None)
+    assert "no engine lama-cpp; there are openvino-genai, llama-cpp" in errors
+
+
 def test_a_short_comparison_leaves_out_what_is_not_installed() -> None:
     model = "random:llama?num_layers=1&hidden_size=32&max_position=8192"
     options = [f"model.source={model}", "device.kind=simulated"]
     code, result, errors = call(
         "compare",
-        *("--rounds", "1", "--peer", "llama-cpp", "--"),
+        *("--rounds", "1", "--peer", f"llama-cpp={sys.executable}", "--peer", "openvino-genai"),
+        *("--python", sys.executable, "--"),
         *(part for option in options for part in ("--set", option)),
     )
     assert code == 0, errors
     assert "llama-cpp is left out: No module named 'llama_cpp'" in errors
+    assert "openvino-genai is left out: No module named 'openvino_genai'" in errors
     assert set(result["median"]) == {"trioserve"}
+    assert result["conditions"]["processors"] > 0
     assert all(value > 0 for value in result["median"]["trioserve"].values())
     assert result["ready_s"]["trioserve"] > 0
