@@ -38,6 +38,7 @@ from trioserve.ipc.messages import (
     Exit,
     Hello,
     Init,
+    Load,
     ReadyInfo,
     Stage,
     StepOutput,
@@ -50,7 +51,8 @@ from trioserve.sampling_params import SamplingParams
 
 STATS = StepStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5)
 COMMANDS = [
-    Init({"model": {"source": "x"}}, {"layers": [1, 2.5, None, b"\x00"]}),
+    Init({"model": {"source": "x"}}),
+    Load({"layers": [1, 2.5, None, b"\x00"]}),
     Work(7, [1, 2, 3], SamplingParams(stop=("a",), seed=3), seed=2**63 - 1, cache_salt="s"),
     Abort([1, 2]),
     Check(9),

@@ -22,6 +22,7 @@ from trioserve.ipc.messages import (
     Event,
     Hello,
     Init,
+    Load,
     Ready,
     ReadyInfo,
     Stage,
@@ -99,6 +100,7 @@ async def until_end(fake: FakeWorker) -> None:
 
 async def become_ready(fake: FakeWorker) -> None:
     assert isinstance(await command(fake), Init)
+    assert isinstance(await command(fake), Load)
     await fake.send(Stage("weights", "start"))
     await fake.send(Stage("weights", "end", 1.0, "", 4000, 0.5))
     await fake.send(make_ready())

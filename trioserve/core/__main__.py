@@ -1,15 +1,18 @@
 """The worker process: ``python -P -m trioserve.core --fds commands,events,lifeline,status``.
 
-Started by the parent only. Says Hello before anything heavy is imported, then loads and serves.
+Started by the parent only. Says Hello before anything heavy is imported, imports it while the
+parent looks for the model, then loads and serves.
 Exit codes: 0 asked to leave, 1 a fault (said in Fatal and on stderr).
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,7 +24,7 @@ from trioserve.core.engine_core import EngineCore
 from trioserve.core.stages import StageReporter
 from trioserve.errors import TrioserveError
 from trioserve.ipc.child import Channel
-from trioserve.ipc.messages import PROTOCOL, Exit, Fatal, Hello, Init, Stage
+from trioserve.ipc.messages import PROTOCOL, Command, Exit, Fatal, Hello, Init, Load, Stage
 from trioserve.models.spec import ResolvedModel
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run the worker to its end and return its exit code."""
+    # What start-up makes stays, and to walk it again and again is a fifth of an import.
+    gc.disable()
     channel = Channel.open(sys.argv[1:])
     faults = _faults()
     hello = Hello(PROTOCOL, __version__, os.getpid())
@@ -40,20 +45,28 @@ def main() -> int:
     if not isinstance(init, Init):
         raise RuntimeError(f"first command is {type(init).__name__}, not Init")
     config = msgspec.convert(init.config, Config)
-    model = msgspec.convert(init.model, ResolvedModel)
     logging.basicConfig(
         stream=sys.stderr, level=config.log.level.upper(), format="%(levelname)s %(message)s"
     )
+    early: list[Command] = []  # what came while a stage ran: Load at most
 
     def send_stage(stage: Stage) -> None:
-        # Before Ready nothing comes but the end of the pipe: the parent is closing.
-        if channel.inbox.drain():
-            raise SystemExit(0)
+        early.extend(channel.inbox.drain())
+        if any(isinstance(command, Exit) for command in early):
+            raise SystemExit(0)  # the parent is closing
         channel.send(stage)
 
     report = StageReporter(send_stage if faults is None else faults.watch_stages(send_stage))
     try:
-        executor = _executor(config, model, report)
+        make_executor = _import_executor(config, report)
+        gc.freeze()
+        load = early.pop(0) if early else channel.inbox.get()
+        if isinstance(load, Exit):
+            return 0
+        if not isinstance(load, Load):
+            raise RuntimeError(f"second command is {type(load).__name__}, not Load")
+        model = msgspec.convert(load.model, ResolvedModel)
+        executor = make_executor(model, config)
         if faults is not None:
             executor = faults.wrap(executor)
         core = EngineCore(config, model, executor, channel, report)
@@ -76,13 +89,15 @@ def _faults() -> Faults | None:
     return Faults.from_environment(value, sys.argv)
 
 
-def _executor(config: Config, model: ResolvedModel, report: StageReporter) -> Executor:
-    """Import what the device needs: the stage "python"."""
+def _import_executor(
+    config: Config, report: StageReporter
+) -> Callable[[ResolvedModel, Config], Executor]:
+    """Import what the device needs: the stage "python". Gives what makes its executor."""
     with report.stage("python") as stage:
         if config.device.kind == "simulated":
             from trioserve.devices.simulated import SimulatedExecutor
 
-            return SimulatedExecutor(model, config)
+            return SimulatedExecutor
         from trioserve.devices.cpu import prepare_environment
 
         prepare_environment(config)  # threads, before the libraries read the environment
@@ -91,7 +106,7 @@ def _executor(config: Config, model: ResolvedModel, report: StageReporter) -> Ex
         stage.detail = f"torch {torch.__version__}"
         from trioserve.core.model_runner import ModelRunner
 
-        return ModelRunner(model, config)
+        return ModelRunner
 
 
 def _fatal(stage: str, error: Exception) -> Fatal:

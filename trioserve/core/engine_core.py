@@ -103,6 +103,7 @@ class EngineCore:
             # What start-up made lives as long as the process: the collector need not walk it.
             gc.collect()
             gc.freeze()
+            gc.enable()  # the worker's main has stopped it
             give_memory_back()
         self._channel.send(
             Ready(

@@ -3,7 +3,8 @@
 ::
 
     open_engine
-    └ supervise                    resolve, fetch, inspect once; then one incarnation at a time
+    └ supervise                    one incarnation at a time
+      ├ prepare                    resolve, fetch, inspect, once, beside the first worker's imports
       └ open_worker                Hello; on leaving, the kill ladder
         └ incarnation nursery      pipe writer · pipe reader · watchdog · engine task
 """
@@ -47,6 +48,7 @@ from trioserve.ipc.messages import (
     Event,
     Fatal,
     Init,
+    Load,
     Ready,
     Stage,
     StepOutput,
@@ -212,24 +214,35 @@ class Supervisor:
             logger.warning("fault hooks are on: %s", ", ".join(self._config.test.faults))
             self._report = faults.parent_faults(self._config).watch_stages(engine.on_stage)
         self._stages = StageReporter(self._report)
+        self._inspected = Inspected()
 
     async def run(self) -> None:
-        """Load the model's text side, then serve until ``closing``.
+        """Find the model and load its text side, beside a worker that starts; then serve until
+        ``closing``.
 
         Cancellation kills the worker and leaves nothing.
 
         Raises:
             TrioserveError: what ended the engine.
         """
-        model = await self._prepare()
-        if model is None:
-            return
+        error: TrioserveError | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._prepare, nursery.cancel_scope)
+                await self._run_incarnations()
+                nursery.cancel_scope.cancel()
+        except* TrioserveError as group:
+            error = first_error(group)
+        if error is not None:
+            raise error
+
+    async def _run_incarnations(self) -> None:
         restarts = 0
         number = 0
         while True:
             number += 1
             self._engine.begin_incarnation(number)
-            incarnation = Incarnation(self._engine, model, self._closing)
+            incarnation = Incarnation(self._engine, self._inspected, self._closing)
             try:
                 async with self._spawn(number) as worker:
                     await incarnation.run(worker)
@@ -287,52 +300,67 @@ class Supervisor:
             return False  # it has never worked: trying again would hide the cause
         return restarts < self._config.engine.max_restarts
 
-    async def _prepare(self) -> ResolvedModel | None:
-        """Stages resolve, fetch, inspect, and the tokenizer; None if closed meanwhile."""
-        result: ResolvedModel | None = None
-        error: TrioserveError | None = None
+    async def _prepare(self, engine_scope: trio.CancelScope) -> None:
+        """Stages resolve, fetch, inspect, and the tokenizer. Cancellation ends their children.
+
+        A model that cannot be had cancels ``engine_scope`` where the engine drains already.
+
+        Raises:
+            StartupError: a stage failed.
+        """
+        model: ResolvedModel | None = None
         try:
-            async with trio.open_nursery() as nursery:
-
-                async def until_closed() -> None:
-                    await self._closing.wait()
-                    nursery.cancel_scope.cancel()
-
-                nursery.start_soon(until_closed)
-                result = await resolve_model(self._config.model, report=self._report)
-                tokenizer, template = await trio.to_thread.run_sync(
-                    load_text, result, abandon_on_cancel=True
-                )
-                result = attrs.evolve(result, num_token_ids=tokenizer.num_token_ids)
-                self._engine.set_model(result, tokenizer, template)
-                nursery.cancel_scope.cancel()
-        except* TrioserveError as group:
-            error = first_error(group)
-        if error is not None:
+            model = await resolve_model(self._config.model, report=self._report)
+            tokenizer, template = await trio.to_thread.run_sync(
+                load_text, model, abandon_on_cancel=True
+            )
+        except TrioserveError as error:
             # The tokenizer and the template belong to what was inspected, though read after it.
-            stage = "inspect" if result is not None else self._engine.running_stage
-            if self._engine.phase is Phase.DRAINING:
-                # Told to stop already, and a Ctrl-C may have hit a child as it was started.
-                logger.warning("stage %s, given up: %s", stage, error)
-                return None
-            raise StartupError(stage, str(error)) from error
-        return result if self._engine.has_model else None
+            stage = "inspect" if model is not None else self._engine.running_stage
+            if self._engine.phase is not Phase.DRAINING:
+                raise StartupError(stage, str(error)) from error
+            # Told to stop already, and a Ctrl-C may have hit a child as it was started.
+            logger.warning("stage %s, given up: %s", stage, error)
+            engine_scope.cancel()
+            return
+        model = attrs.evolve(model, num_token_ids=tokenizer.num_token_ids)
+        self._engine.set_model(model, tokenizer, template)
+        self._inspected.set(model)
+
+
+class Inspected:
+    """The model, from the moment it is known. The supervisor sets it, once."""
+
+    def __init__(self) -> None:
+        self.model: ResolvedModel | None = None
+        self._event = trio.Event()
+
+    def set(self, model: ResolvedModel) -> None:
+        self.model = model
+        self._event.set()
+
+    async def wait(self) -> ResolvedModel:
+        """Cancellation changes nothing."""
+        await self._event.wait()
+        assert self.model is not None
+        return self.model
 
 
 class Incarnation:
     """One worker from Hello to its end. Raises what ended it; returns when asked to close."""
 
-    def __init__(self, engine: Engine, model: ResolvedModel, closing: trio.Event) -> None:
+    def __init__(self, engine: Engine, inspected: Inspected, closing: trio.Event) -> None:
         self._engine = engine
         self._config = engine.config
-        self._model = model
+        self._inspected = inspected
         self._closing = closing
         self._fatal: Fatal | None = None
         self._ready = trio.Event()
         self.num_tokens = 0
-        self.progress_s = trio.current_time()  # of the last event
+        self._stage = "python"  # that the worker is in, or comes to next
+        self._idle = True  # it may wait for the model: its silence means nothing
+        self._progress_s = trio.current_time()  # of the last event
         self.unanswered_s: float | None = None  # when the first request without an event went out
-        self._available_bytes = available_memory_bytes()
 
     async def run(self, worker: Worker) -> None:
         """Serve. Cancellation ends it; the caller's ladder ends the worker.
@@ -366,8 +394,13 @@ class Incarnation:
 
     @property
     def stage(self) -> str:
-        """The stage that runs."""
-        return self._engine.running_stage
+        """The worker's stage that runs."""
+        return self._stage
+
+    @property
+    def progress_s(self) -> float:
+        """When the worker moved on last; now, while it waits for the model."""
+        return trio.current_time() if self._idle else self._progress_s
 
     async def _until_closed(self, worker: Worker, scope: trio.CancelScope) -> None:
         await self._closing.wait()
@@ -378,9 +411,11 @@ class Incarnation:
     async def _write_commands(self, worker: Worker) -> None:
         """Pipe writer. Cancellation may leave half a frame: only on the way to the ladder."""
         try:
-            await worker.send(
-                Init(msgspec.to_builtins(self._config), msgspec.to_builtins(self._model))
-            )
+            await worker.send(Init(msgspec.to_builtins(self._config)))
+            model = await self._inspected.wait()
+            self._idle = False
+            self._progress_s = trio.current_time()
+            await worker.send(Load(msgspec.to_builtins(model)))
             # A worker that loads takes whatever comes for the end: requests kept from the last
             # incarnation wait here.
             await self._ready.wait()
@@ -414,7 +449,7 @@ class Incarnation:
         """Engine task: the only place where events change the engine's state."""
         async with receive:
             async for event in receive:
-                self.progress_s = trio.current_time()
+                self._progress_s = trio.current_time()
                 self.unanswered_s = None
                 self._handle(event)
 
@@ -427,6 +462,10 @@ class Incarnation:
             case WorkFailed():
                 engine.on_failed(event)
             case Stage():
+                if event.state == "start":
+                    self._stage = event.name
+                if event.name == "python":
+                    self._idle = event.state == "end" and self._inspected.model is None
                 engine.on_stage(event)
             case Ready():
                 engine.on_ready(event)
@@ -447,13 +486,13 @@ class Incarnation:
                 logger.error("worker traceback:\n%s", self._fatal.traceback.rstrip())
             cause = self._fatal.error
         else:
-            ended = worker.describe_exit(
-                needed_bytes=self._model.weight_bytes, available_bytes=self._available_bytes
-            )
+            model = self._inspected.model
+            needed_bytes = None if model is None else model.weight_bytes
+            ended = worker.describe_exit(needed_bytes=needed_bytes)
             cause = f"the worker {ended}; {worker.last_words()}"
         if self.ready:
             return WorkerDied(f"the worker died: {cause}" if self._fatal else cause)
-        stage = self._fatal.stage if self._fatal else self._engine.running_stage
+        stage = self._fatal.stage if self._fatal else self._stage
         return StartupError(stage, cause)
 
 
@@ -465,18 +504,6 @@ def load_text(model: ResolvedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     if model.chat_template is None:
         return tokenizer, None
     return tokenizer, ChatTemplate(model.chat_template, model.bos_token, model.eos_token)
-
-
-def available_memory_bytes() -> int | None:
-    """Memory that processes could still take, as the kernel estimates it; None if untold."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def first_error(group: BaseExceptionGroup[TrioserveError]) -> TrioserveError:

@@ -25,8 +25,10 @@ DUMP_WAIT_S = 1.0  # for the stacks to arrive on stderr
 class Watched(Protocol):
     """What the watchdog may know of an incarnation."""
 
-    progress_s: float
     unanswered_s: float | None
+
+    @property
+    def progress_s(self) -> float: ...
 
     @property
     def ready(self) -> bool: ...

@@ -13,7 +13,7 @@ import msgspec
 
 from trioserve.sampling_params import SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 STAGES = (
     "resolve",
@@ -31,7 +31,8 @@ STAGES = (
     "self-test",
     "ready",
 )
-"""All stages in order. The first four happen in the parent, the rest in the worker."""
+"""All stages in order. The first four happen in the parent, the rest in the worker; ``spawn`` and
+``python`` run beside the three before them."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -42,9 +43,15 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Init(_Message, frozen=True, tag="init"):
-    """First command, once. Answered by Stage events and Ready, or by Fatal."""
+    """First command, once: import what the device needs. Answered by Stage events, or by Fatal."""
 
     config: dict[str, Any]  # trioserve.config.schema.Config, as builtins
+
+
+class Load(_Message, frozen=True, tag="load"):
+    """Second command, once, when the parent knows the model. Answered by Stage events and Ready, or
+    by Fatal."""
+
     model: dict[str, Any]  # trioserve.models.spec.ResolvedModel, as builtins
 
 
@@ -224,5 +231,5 @@ class Fatal(_Message, frozen=True, tag="fatal"):
     kind: str = "internal"  # "internal", or "user": the remedy is in ``error``, no traceback shown
 
 
-Command = Init | Work | Abort | Control | Check | Exit
+Command = Init | Load | Work | Abort | Control | Check | Exit
 Event = Hello | Stage | Ready | StepOutput | WorkFailed | Checked | Controlled | Fatal

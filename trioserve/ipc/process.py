@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 
 import trio
 
@@ -30,6 +31,7 @@ from trioserve.ipc.streams import FrameReader, FrameWriter
 GRACE_S = 5.0
 DUMP_S = 1.0
 GONE_S = 10.0
+HELLO_BYTES = 32 * 2**20  # of memory that a worker takes until then; 22 MiB were measured
 _AFTER_EXIT_S = 0.1  # what was written before the exit is in the pipe
 _EXIT_AFTER_END_S = 1.0  # between the end of the event pipe and the exit behind it
 # What faulthandler says after the line that names the fault.
@@ -64,6 +66,7 @@ class Worker:
         self._exited = trio.Event()
         self._returncode: int | None = None
         self._killed = False
+        self._available_bytes = available_memory_bytes()
         # Shielded, for they are needed most while the worker is being put down.
         self._watch_scope = trio.CancelScope(shield=True)
         self._pump_scope = trio.CancelScope(shield=True)
@@ -121,10 +124,9 @@ class Worker:
         moment: str = "",
         *,
         needed_bytes: int | None = None,
-        available_bytes: int | None = None,
     ) -> str:
-        """How it ended, to follow "the worker ". The sizes, of memory, go with a SIGKILL.
-        ``moment`` says when."""
+        """How it ended, to follow "the worker ". ``moment`` says when. With a SIGKILL go the sizes
+        of memory that are known: what it needed, and what could be had when it was started."""
         if not self.exited:
             return "is still running"
         code = self._returncode
@@ -136,10 +138,10 @@ class Worker:
         if self._killed or -code not in _HINTS:
             return text
         text += f"; {_HINTS[signal.Signals(-code)]}"
-        if -code == signal.SIGKILL and needed_bytes is not None:
-            text += f": needed {_size(needed_bytes)}"
-            if available_bytes is not None:
-                text += f", available {_size(available_bytes)}"
+        if -code == signal.SIGKILL:
+            sizes = {"needed": needed_bytes, "available": self._available_bytes}
+            known = [f"{name} {_size(size)}" for name, size in sizes.items() if size is not None]
+            text += f": {', '.join(known)}" if known else ""
         return text
 
     def dump_stacks(self) -> None:
@@ -327,7 +329,8 @@ async def attach(
 
 def _describe_silence(worker: Worker, first: Event | str | None, timeout_s: float) -> str:
     if worker.exited:
-        text = f"the worker {worker.describe_exit(' before it said Hello')}"
+        ended = worker.describe_exit(" before it said Hello", needed_bytes=HELLO_BYTES)
+        text = f"the worker {ended}"
         return text if first is None or isinstance(first, str) else f"{text}, after {_name(first)}"
     if first is None:
         return (
@@ -341,6 +344,18 @@ def _describe_silence(worker: Worker, first: Event | str | None, timeout_s: floa
 
 def _name(event: Event) -> str:
     return f"Fatal: {event.error}" if isinstance(event, Fatal) else type(event).__name__
+
+
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory that processes could still take, as the kernel estimates it; None if untold."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _signal_name(signum: int) -> str:
