@@ -2,7 +2,7 @@
 
 ::
 
-    run                                       failure → exit code
+    run                                       failure → exit code; a worker starts already
     └ keys, certificates, bind                before anything heavy
       └ root nursery ── signals               first signal: drain; second: cancel this nursery
         └ open_engine                         phase LOADING at once; the worker lives in here
@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from trioserve.engine.supervisor import first_error, open_engine
+from trioserve.config.keys import forget_keys, without_keys
+from trioserve.engine.supervisor import (
+    WorkerFactory,
+    after,
+    first_error,
+    open_engine,
+    spawn_worker,
+)
 from trioserve.errors import DrainCut, TrioserveError
 from trioserve.http.guard import Guard, check_exposure
 from trioserve.http.listeners import Listener, bind, describe
@@ -38,14 +45,14 @@ from trioserve.rates import log_rates
 from trioserve.tracing.tracer import TraceMetrics, open_tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+    from collections.abc import Awaitable, Callable, Iterator
 
     from rich.console import Console
 
     from trioserve.config import LoadedConfig
-    from trioserve.config.schema import Config
     from trioserve.engine.engine import Engine
     from trioserve.http.server import DrainReport
+    from trioserve.ipc.launch import Launched
 
 logger = logging.getLogger("trioserve")
 
@@ -90,10 +97,15 @@ class Tree:
     console: Console | None
     watch: LoopWatch
     serve_http: Callable[..., Awaitable[DrainReport]]
+    worker_factory: WorkerFactory
 
 
-def run(loaded: LoadedConfig) -> int:
-    """Serve until told to stop; returns the exit code of design and docs/lifecycle.md."""
+def run(loaded: LoadedConfig, launched: Launched | None = None) -> int:
+    """Serve until told to stop; returns the exit code of design and docs/lifecycle.md.
+
+    ``launched`` is the first worker, where it was started ahead, with ``without_keys`` of the same
+    configuration as its Init. It has ended when this returns.
+    """
     # One text at a time is tokenized, in a thread of ours: a pool per process would idle.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # A loop blocked for ever gets SIGABRT from a manager's watchdog: the log then has its stack.
@@ -107,12 +119,13 @@ def run(loaded: LoadedConfig) -> int:
         # What a slip of log rotation sends would end the server; it writes its stacks instead.
         faulthandler.register(number, file=2, all_threads=True)
     try:
-        with open_entrance(loaded) as entrance:
+        with launched or contextlib.nullcontext(), open_entrance(loaded) as entrance:
             # A third of a second, before the loop, which it would block. A thread for it wins
             # nothing, as it and the loop would wait for each other's turn of the interpreter.
             serve_http = import_serve_http()
             with watching_loop() as watch:
-                tree = Tree(loaded, entrance, stopping, console, watch, serve_http)
+                workers = spawn_worker if launched is None else after(launched)
+                tree = Tree(loaded, entrance, stopping, console, watch, serve_http, workers)
                 trio.run(serve, tree, instruments=[watch])
         logger.info("stopped")
     except* TrioserveError as group:
@@ -163,7 +176,12 @@ async def serve(tree: Tree) -> None:
     async with trio.open_nursery() as root:
         await root.start(watch_signals, stopping, root.cancel_scope)
         engine_config = without_keys(config)
-        async with open_engine(engine_config, wait_ready=False, failure_grace_s=FLUSH_S) as engine:
+        async with open_engine(
+            engine_config,
+            wait_ready=False,
+            failure_grace_s=FLUSH_S,
+            worker_factory=tree.worker_factory,
+        ) as engine:
             root.start_soon(report_progress, engine, entrance.addresses, tree.console)
             root.start_soon(stop_with_engine, engine, stopping)
             root.start_soon(drain_engine, engine, stopping)
@@ -188,20 +206,6 @@ async def serve(tree: Tree) -> None:
                 f"{report.num_cut} requests were cut at the drain deadline "
                 f"(engine.drain_timeout_s = {config.engine.drain_timeout_s:g})"
             )
-
-
-def forget_keys(env: MutableMapping[str, str]) -> None:
-    """Take secrets out of an environment, so that no child gets what it has no use for."""
-    from trioserve.config.keys import all_keys
-
-    for key in all_keys():
-        if key.secret:
-            env.pop(key.env_name, None)
-
-
-def without_keys(config: Config) -> Config:
-    """The configuration as a worker needs it."""
-    return attrs.evolve(config, http=attrs.evolve(config.http, api_keys=()))
 
 
 def import_serve_http() -> Callable[..., Awaitable[DrainReport]]:

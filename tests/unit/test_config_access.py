@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trioserve.config import load, to_toml
+from trioserve.config.keys import forget_keys, without_keys
 from trioserve.errors import ConfigError
 
 SECRET = "sk-very-secret"
@@ -72,8 +73,6 @@ def test_a_flag_may_take_the_keys_of_a_file_away(tmp_path: Path) -> None:
 
 
 def test_children_get_no_keys() -> None:
-    from trioserve.main import forget_keys, without_keys
-
     env = {"TRIOSERVE_HTTP__API_KEYS": SECRET, "TRIOSERVE_MODEL__HF_TOKEN": "t", "PATH": "/bin"}
     config = load(None, env=env, overrides={}).config
     assert SECRET not in str(without_keys(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
@@ -139,3 +139,15 @@ def _close(name: str, known: Mapping[str, object], *, cutoff: float = 0.7) -> st
 
 def _did_you_mean(close: str | None, known: Mapping[str, object]) -> str:
     return f"; did you mean [{close}]?" if close else f"; known are {', '.join(known)}"
+
+
+def forget_keys(env: MutableMapping[str, str]) -> None:
+    """Take secrets out of an environment, so that no child gets what it has no use for."""
+    for key in all_keys():
+        if key.secret:
+            env.pop(key.env_name, None)
+
+
+def without_keys(config: Config) -> Config:
+    """The configuration as a worker needs it."""
+    return attrs.evolve(config, http=attrs.evolve(config.http, api_keys=()))

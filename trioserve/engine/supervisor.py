@@ -39,6 +39,7 @@ from trioserve.errors import (
     WorkerDied,
 )
 from trioserve.ipc.framing import MalformedFrame
+from trioserve.ipc.launch import Launched
 from trioserve.ipc.messages import (
     Check,
     Checked,
@@ -55,7 +56,8 @@ from trioserve.ipc.messages import (
     Work,
     WorkFailed,
 )
-from trioserve.ipc.process import Worker, open_worker
+from trioserve.ipc.process import Worker, attach, open_worker
+from trioserve.ipc.spawn import endpoints_of
 from trioserve.models.resolve import resolve_model
 from trioserve.models.spec import ResolvedModel
 from trioserve.text.chat_template import ChatTemplate
@@ -172,6 +174,23 @@ def spawn_worker(config: Config) -> AbstractAsyncContextManager[Worker]:
         hello_timeout_s=config.engine.hello_timeout_s,
         on_stderr=log_worker_line,
     )
+
+
+def after(launched: Launched) -> WorkerFactory:
+    """A factory whose first worker is one that runs already, with the engine's configuration as
+    its Init; the rest are as ``spawn_worker``'s."""
+    waiting = [launched]
+
+    def factory(config: Config) -> AbstractAsyncContextManager[Worker]:
+        if not waiting:
+            return spawn_worker(config)
+        return attach(
+            endpoints_of(waiting.pop()),
+            hello_timeout_s=config.engine.hello_timeout_s,
+            on_stderr=log_worker_line,
+        )
+
+    return factory
 
 
 def worker_environment(config: Config) -> Mapping[str, str] | None:
@@ -411,7 +430,8 @@ class Incarnation:
     async def _write_commands(self, worker: Worker) -> None:
         """Pipe writer. Cancellation may leave half a frame: only on the way to the ladder."""
         try:
-            await worker.send(Init(msgspec.to_builtins(self._config)))
+            if not worker.init_sent:
+                await worker.send(Init(msgspec.to_builtins(self._config)))
             model = await self._inspected.wait()
             self._idle = False
             self._progress_s = trio.current_time()

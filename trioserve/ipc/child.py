@@ -35,6 +35,7 @@ from typing import NoReturn
 import attrs
 import msgspec
 
+from trioserve.ipc import FDS_FLAG
 from trioserve.ipc.framing import (
     READ_BYTES,
     FrameDecoder,
@@ -45,8 +46,6 @@ from trioserve.ipc.framing import (
 )
 from trioserve.ipc.messages import Command, Event, Exit
 from trioserve.ipc.status_page import StatusWriter
-
-FDS_FLAG = "--fds"
 
 
 class Inbox:

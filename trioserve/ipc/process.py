@@ -52,6 +52,7 @@ class Worker:
         hello: what it said.
         events: its messages, for one reader. They end when the process does.
         status: its status page.
+        init_sent: whether it had its Init before it was ours.
     """
 
     hello: Hello
@@ -62,6 +63,7 @@ class Worker:
         self.events: FrameReader[Event] = FrameReader(endpoints.events, Event)
         self.status: StatusReader = endpoints.status
         self._stderr = StderrPump(endpoints.stderr, on_stderr)
+        self.init_sent = endpoints.init_sent
         self._close_lifeline = endpoints.close_lifeline
         self._exited = trio.Event()
         self._returncode: int | None = None

@@ -10,15 +10,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import attrs
 import trio
 
 from trioserve.errors import WorkerHandshakeError
-from trioserve.ipc.child import FDS_FLAG
-from trioserve.ipc.status_page import StatusReader, create_page, group_members
+from trioserve.ipc.launch import Launched
+from trioserve.ipc.status_page import StatusReader, group_members
 
 _CLOSE_S = 0.5
 
@@ -112,6 +112,7 @@ class Endpoints:
     stderr: trio.lowlevel.FdStream | None  # None where somebody else reads it
     status: StatusReader
     close_lifeline: Callable[[], None]  # once; the kernel then kills the worker's group
+    init_sent: bool = False  # whether Init is in the command pipe already
 
 
 @trio.lowlevel.enable_ki_protection
@@ -128,53 +129,27 @@ def spawn(module: str, *, env: Mapping[str, str] | None = None) -> Endpoints:
     Raises:
         WorkerHandshakeError: the process cannot be started.
     """
-    with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as ours:
-        try:
-            command_read, command_write = _pipe(child_ends, ours)
-            event_read, event_write = _pipe(ours, child_ends)
-            lifeline_read, lifeline_write = _pipe(child_ends, ours)
-            stderr_read, stderr_write = _pipe(ours, child_ends)
-            page = _owned(create_page(), child_ends)
-            status = StatusReader(page)
-            ours.callback(status.close)
-            fds = (command_read, event_write, lifeline_read, page)
-            with _interrupts_blocked():
-                popen = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, FDS_FLAG, ",".join(map(str, fds))],
-                    stdin=subprocess.DEVNULL,
-                    stdout=stderr_write,
-                    stderr=stderr_write,
-                    env=env,
-                    pass_fds=fds,
-                    start_new_session=True,
-                )
-            ours.callback(_put_down, popen)
-            pidfd = _owned(os.pidfd_open(popen.pid), ours)
-        except OSError as fault:
-            raise WorkerHandshakeError(
-                f"the worker process could not be started ({sys.executable}): {fault}"
-            ) from fault
-        endpoints = Endpoints(
-            Process(popen.pid, pidfd, leads_group=True, popen=popen),
-            trio.lowlevel.FdStream(command_write),
-            trio.lowlevel.FdStream(event_read),
-            trio.lowlevel.FdStream(stderr_read),
-            status,
-            lambda: os.close(lifeline_write),
-        )
-        ours.pop_all()
-        return endpoints
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Until it has a session of its own, a child is in the terminal's foreground group, and a
-    Ctrl-C would end it. It inherits the block and lifts it once it ignores the signal."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        launched = Launched(module, env)
+    except OSError as fault:
+        raise WorkerHandshakeError(
+            f"the worker process could not be started ({sys.executable}): {fault}"
+        ) from fault
+    return endpoints_of(launched)
+
+
+def endpoints_of(launched: Launched) -> Endpoints:
+    """Take over a worker that was launched."""
+    launched.take()
+    return Endpoints(
+        Process(launched.popen.pid, launched.pidfd, leads_group=True, popen=launched.popen),
+        trio.lowlevel.FdStream(launched.commands_fd),
+        trio.lowlevel.FdStream(launched.events_fd),
+        trio.lowlevel.FdStream(launched.stderr_fd),
+        launched.status,
+        lambda: os.close(launched.lifeline_fd),
+        init_sent=launched.first_frame_sent,
+    )
 
 
 def adopt(
@@ -206,18 +181,3 @@ def adopt(
         status,
         lambda: os.close(lifeline_fd),
     )
-
-
-def _pipe(read_owner: contextlib.ExitStack, write_owner: contextlib.ExitStack) -> tuple[int, int]:
-    read, write = os.pipe()
-    return _owned(read, read_owner), _owned(write, write_owner)
-
-
-def _owned(fd: int, owner: contextlib.ExitStack) -> int:
-    owner.callback(os.close, fd)
-    return fd
-
-
-def _put_down(popen: subprocess.Popen[bytes]) -> None:
-    popen.kill()
-    popen.wait()
