@@ -114,7 +114,9 @@ def test_a_parent_that_ends_before_its_loop_leaves_no_worker(how: str, tmp_path:
 
 
 def test_it_gets_no_secrets(tmp_path: Path) -> None:
-    body = "print(open(f'/proc/{launched.popen.pid}/environ').read()); launched.close(); return 0"
+    body = "environment = open(f'/proc/{launched.popen.pid}/environ')\n"
+    body += "    while not (found := environment.read()): pass\n"  # at first its exec goes on
+    body += "    print(found); launched.close(); return 0"
     with run_cli(
         body,
         tmp_path,
