@@ -253,6 +253,12 @@ class HttpConfig:
     max_logprobs: int = setting(
         20, "Most alternatives shown with each token.", check=[ge(0), le(20)]
     )
+    max_answer_logprobs: int = setting(
+        1_000_000,
+        "Most log probabilities that one answer could hold, all prompts, answers, tokens and "
+        "alternatives counted; beyond it 400. A million take some 0.2 GB while they are sent.",
+        check=ge(0),
+    )
     max_stop_strings: int = setting(16, "Most stop strings of a request.", check=[ge(0), le(16)])
     max_tokens_policy: Literal["clamp", "refuse"] = setting(
         "clamp",

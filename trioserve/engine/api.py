@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -74,7 +75,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     token_bytes: bytes
     logprob: float
-    top: list[TokenLogprob]
+    top: Sequence[TokenLogprob]
     rank: int = 0
     wanted: tuple[TokenLogprob, ...] = ()
 

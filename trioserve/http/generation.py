@@ -18,6 +18,7 @@ from quart import Response, request
 
 from trioserve.engine.api import EngineApi, Phase, RequestStream, TextDelta, TokenLogprob, Usage
 from trioserve.errors import ContextLengthExceeded, InvalidRequest, NotReady
+from trioserve.http.answer_size import check_num_logprobs
 from trioserve.http.asgi import AppContext, RequestState
 from trioserve.http.bodies import printable_names, read_body
 from trioserve.http.errors import JSON, InvalidBody, unknown_model
@@ -213,6 +214,12 @@ class GenerationCall:
             names = printable_names(self._ignored)
             log.info("request %s: unknown fields ignored: %s", self.id, names)
         self._check_num_answers(order)
+        check_num_logprobs(
+            order.prompts,
+            order.samplings,
+            max_model_len=self.engine.max_model_len,
+            most=self._context.config.http.max_answer_logprobs,
+        )
         if order.priority and self._context.config.scheduler.policy != "priority":
             raise InvalidRequest(
                 'priority: scheduler.policy is "fcfs" here, so there is none but 0; leave it out',

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import attrs
 import orjson
@@ -16,8 +16,10 @@ from trioserve.http.schema import Shape
 from trioserve.http.sse import encode_event
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+AT_ONCE = 256  # tokens whose log probabilities are made into JSON at once
 DONE = b"data: [DONE]\n\n"
 
+T = TypeVar("T")
 Timings = Callable[[], dict[str, Any]]
 
 
@@ -36,14 +38,33 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
+def in_batches(tokens: list[T]) -> Iterator[list[T]]:
+    """``tokens`` in pieces small enough to be made into JSON at once."""
+    return (tokens[start : start + AT_ONCE] for start in range(0, len(tokens), AT_ONCE))
+
+
+def array(pieces: Iterable[list[Any]]) -> orjson.Fragment:
+    """The items of all ``pieces`` as one array of JSON. They are written piece by piece: as objects
+    those of a large answer take five times the memory of their JSON."""
+    return joined(orjson.dumps(piece)[1:-1] for piece in pieces)
+
+
+def joined(items: Iterable[bytes]) -> orjson.Fragment:
+    """One array of JSON made of the insides of several, of which none is empty."""
+    return orjson.Fragment(b"[" + b",".join(items) + b"]")
+
+
 def prompt_logprobs_object(
     entries: list[TokenLogprob | None] | None, num_top: int | None
-) -> list[dict[str, Any] | None] | None:
+) -> orjson.Fragment | None:
     """For each token of a prompt ``{token id: {logprob, rank, decoded_token}}``, as vLLM has it:
     of the token itself and the best ``num_top``; null for the first. None if not asked for."""
     if entries is None or num_top is None:
         return None
-    return [None if entry is None else _ranked(entry, num_top) for entry in entries]
+    return array(
+        [None if entry is None else _ranked(entry, num_top) for entry in batch]
+        for batch in in_batches(entries)
+    )
 
 
 def _ranked(entry: TokenLogprob, num_top: int) -> dict[str, Any]:

@@ -8,7 +8,14 @@ import orjson
 
 from trioserve.engine.api import TextDelta, TokenLogprob, Usage
 from trioserve.http.generation import ChoiceSoFar
-from trioserve.http.render import Head, OpenAIRenderer, finite, prompt_logprobs_object
+from trioserve.http.render import (
+    Head,
+    OpenAIRenderer,
+    array,
+    finite,
+    in_batches,
+    prompt_logprobs_object,
+)
 
 PLAIN_END = b'},"logprobs":null,"finish_reason":null}'
 
@@ -74,16 +81,17 @@ class ChatRenderer(OpenAIRenderer):
         return self._chunk(orjson.dumps(rendered), more)
 
     def whole(self, choices: list[ChoiceSoFar], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The answer in one piece. The choices' log probabilities are used up."""
         rendered = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
-        num_top = self._shape.prompt_logprobs
+        num_top, prompt = self._shape.prompt_logprobs, choices[0].prompt_logprobs
         return self._whole(rendered, usage) | {
-            "prompt_logprobs": prompt_logprobs_object(choices[0].prompt_logprobs, num_top),
+            "prompt_logprobs": prompt_logprobs_object(prompt, num_top),
             "prompt_token_ids": self._prompt.get("prompt_token_ids"),
             "prompt_text": self._prompt.get("prompt_text"),
         }
 
     def _whole_choice(self, index: int, choice: ChoiceSoFar) -> dict[str, Any]:
+        tokens, choice.logprobs = choice.logprobs, []
         return {
             "index": index,
             "message": {
@@ -95,7 +103,7 @@ class ChatRenderer(OpenAIRenderer):
                 "function_call": None,
                 "reasoning": None,
             },
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(tokens),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._shape.token_ids else None,
@@ -108,10 +116,11 @@ class ChatRenderer(OpenAIRenderer):
         num_top = self._shape.logprobs
         if num_top is None:
             return None
-        return {"content": [self._entry(token, num_top) for token in tokens], "refusal": None}
+        entries = ([self._entry(token, num_top) for token in batch] for batch in in_batches(tokens))
+        return {"content": array(entries), "refusal": None}
 
     def _entry(self, token: TokenLogprob, num_top: int) -> dict[str, Any]:
-        others = token.top[:num_top]
+        others = [*token.top[:num_top]]
         if token.wanted:
             shown = {other.token_id for other in others}
             others += [other for other in token.wanted if other.token_id not in shown]

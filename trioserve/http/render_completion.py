@@ -12,11 +12,21 @@ import orjson
 
 from trioserve.engine.api import TextDelta, TokenLogprob, Usage
 from trioserve.http.generation import ChoiceSoFar
-from trioserve.http.render import Head, OpenAIRenderer, finite, prompt_logprobs_object
+from trioserve.http.render import (
+    Head,
+    OpenAIRenderer,
+    finite,
+    in_batches,
+    joined,
+    prompt_logprobs_object,
+)
 
 PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
 Entries = list[TokenLogprob | None]
+Columns = dict[str, list[bytes]]  # the inside of each of COLUMNS as JSON, in pieces
 
 
 @attrs.frozen
@@ -39,6 +49,14 @@ class Prompt:
         data = self.first_token.encode()
         first = TokenLogprob(self.first_token, self.token_ids[0], data, 0.0, [])
         return [first, *(entry for entry in given[1:] if entry is not None)]
+
+
+@attrs.frozen
+class _PromptJson:
+    """What an answer says of its prompt: what it echoes, by columns, and ``prompt_logprobs``."""
+
+    columns: Columns
+    objects: orjson.Fragment | None
 
 
 class CompletionRenderer(OpenAIRenderer):
@@ -69,6 +87,7 @@ class CompletionRenderer(OpenAIRenderer):
         self._waiting: dict[int, list[tuple[int, TextDelta]]] = {}
         if self._echo_waits:
             self._waiting = {index: [] for index in range(len(prompts))}
+        self._last_prompt = -1, _PromptJson({}, None)
         # Choices whose first chunk is still to come, which has the prompt's ids.
         self._unsaid = set(range(num_choices)) if head.shape.token_ids else set[int]()
 
@@ -111,7 +130,7 @@ class CompletionRenderer(OpenAIRenderer):
         return super().closing(lambda: self._counted(usage()))
 
     def whole(self, choices: list[ChoiceSoFar], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The answer in one piece. The choices' log probabilities are used up."""
         rendered = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         return self._whole(rendered, self._counted(usage))
 
@@ -121,10 +140,8 @@ class CompletionRenderer(OpenAIRenderer):
     def _echo(self, number: int, given: Entries) -> bytes:
         prompt = self._prompts[number]
         first, text = number * self._per_prompt, prompt.echo or ""
-        # The same for each choice, and long: made and written as JSON once.
-        logprobs = orjson.Fragment(
-            orjson.dumps(self._prompt_logprobs(first, prompt.entries(given)))
-        )
+        columns = self._echoed_columns(first, given)  # the same for each choice, and long
+        logprobs = {name: joined(column) for name, column in columns.items()}
         return b"".join(
             self._chunk(orjson.dumps(self._shown(index, text, logprobs)))
             for index in range(first, first + self._per_prompt)
@@ -158,31 +175,63 @@ class CompletionRenderer(OpenAIRenderer):
 
     def _whole_choice(self, index: int, choice: ChoiceSoFar) -> dict[str, Any]:
         prompt = self._prompts[index // self._per_prompt]
-        tokens, token_ids, given = choice.logprobs, choice.token_ids, choice.prompt_logprobs
-        text = "".join(choice.text)
+        tokens, token_ids, text = choice.logprobs, choice.token_ids, "".join(choice.text)
+        of_prompt = self._of_prompt(index, choice.prompt_logprobs)
+        choice.logprobs, choice.prompt_logprobs = [], None
         if self._scores:
             tokens, token_ids, text = [], [], ""
-        logprobs = self._logprobs(index, tokens)
-        if logprobs is not None and prompt.echo is not None and given is not None:
-            echoed = self._prompt_logprobs(index, prompt.entries(given))
-            logprobs = {name: echoed[name] + column for name, column in logprobs.items()}
         show_ids = self._shape.token_ids
         return {
             "index": index,
             "text": (prompt.echo or "") + text,
-            "logprobs": logprobs,
+            "logprobs": self._whole_logprobs(index, tokens, of_prompt),
             "finish_reason": "length" if self._scores else choice.finish_reason,
             "stop_reason": None if self._scores else choice.stop_reason,
             "token_ids": token_ids if show_ids else None,
             "prompt_token_ids": prompt.token_ids if show_ids else None,
-            "prompt_logprobs": prompt_logprobs_object(given, self._shape.prompt_logprobs),
+            "prompt_logprobs": of_prompt.objects,
         }
 
-    def _prompt_logprobs(self, index: int, tokens: list[TokenLogprob]) -> dict[str, Any]:
-        shown = self._columns(tokens)
-        shown["token_logprobs"][0] = shown["top_logprobs"][0] = None
-        shown["text_offset"] = self._offsets[index].of_prompt(tokens)
-        return shown
+    def _whole_logprobs(
+        self, index: int, tokens: list[TokenLogprob], prompt: _PromptJson
+    ) -> dict[str, Any] | None:
+        if self._shape.logprobs is None:
+            return None
+        columns = self._columns_json(tokens, self._offsets[index].of_answer(tokens))
+        echoed = prompt.columns
+        return {name: joined([*echoed.get(name, ()), *columns[name]]) for name in COLUMNS}
+
+    def _of_prompt(self, index: int, given: Entries | None) -> _PromptJson:
+        """What the answer says of the prompt of choice ``index``: the same for all its choices,
+        which come one after another, and made once for them."""
+        number = index // self._per_prompt
+        if self._last_prompt[0] != number:
+            columns: Columns = {}
+            if self._shape.logprobs is not None and given is not None:
+                columns = self._echoed_columns(index, given)
+            objects = prompt_logprobs_object(given, self._shape.prompt_logprobs)
+            self._last_prompt = number, _PromptJson(columns, objects)
+        return self._last_prompt[1]
+
+    def _echoed_columns(self, index: int, given: Entries) -> Columns:
+        prompt = self._prompts[index // self._per_prompt]
+        if prompt.echo is None:
+            return {}
+        tokens = prompt.entries(given)
+        return self._columns_json(tokens, self._offsets[index].of_prompt(tokens), is_prompt=True)
+
+    def _columns_json(
+        self, tokens: list[TokenLogprob], offsets: list[int], *, is_prompt: bool = False
+    ) -> Columns:
+        columns: Columns = {name: [] for name in COLUMNS}
+        for batch, places in zip(in_batches(tokens), in_batches(offsets), strict=True):
+            shown = self._columns(batch)
+            shown["text_offset"] = places
+            if is_prompt and batch[0] is tokens[0]:  # nothing comes before it to judge it by
+                shown["token_logprobs"][0] = shown["top_logprobs"][0] = None
+            for name, column in shown.items():
+                columns[name].append(orjson.dumps(column)[1:-1])
+        return columns
 
     def _logprobs(self, index: int, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if self._shape.logprobs is None:

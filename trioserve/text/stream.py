@@ -162,14 +162,15 @@ class TextStream:
         top = []
         for rank, (token_id, logprob) in enumerate(given.top, 1):
             other, raw = (name, data) if token_id == chosen else self._shown(token_id)
-            top.append(TokenLogprob(other, token_id, raw, _finite(logprob), [], rank))
+            top.append(TokenLogprob(other, token_id, raw, _finite(logprob), (), rank))
         wanted: tuple[TokenLogprob, ...] = ()
         if given.wanted:
             wanted = tuple(
-                TokenLogprob(*self._entry(token_id), _finite(logprob), [])
+                TokenLogprob(*self._entry(token_id), _finite(logprob), ())
                 for token_id, logprob in given.wanted
             )
-        return TokenLogprob(name, chosen, data, _finite(given.logprob), top, given.rank, wanted)
+        logprob = _finite(given.logprob)
+        return TokenLogprob(name, chosen, data, logprob, tuple(top), given.rank, wanted)
 
     def _entry(self, token_id: int) -> tuple[str, int, bytes]:
         name, data = self._shown(token_id)

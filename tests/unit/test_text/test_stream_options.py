@@ -23,7 +23,7 @@ def specials(tokenizer: Tokenizer) -> list[int]:
     return [id for id in range(tokenizer.num_token_ids) if tokenizer.is_special(id)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_control_tokens_are_text_when_asked(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
     """The text is the library's, and the bytes of tokens and alternatives agree with it."""
@@ -82,8 +82,8 @@ def test_ranks_and_wanted_tokens_are_passed_on(byte_level: Tokenizer) -> None:
     assert entry.rank == 7
     assert [top.rank for top in entry.top] == [1, 2]
     assert entry.wanted == (
-        TokenLogprob("<|im_end|>", end, b"", -3.0, []),
-        TokenLogprob("the", token_id, b"the", -1.5, []),
+        TokenLogprob("<|im_end|>", end, b"", -3.0, ()),
+        TokenLogprob("the", token_id, b"the", -1.5, ()),
     )
 
 

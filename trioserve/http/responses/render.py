@@ -12,7 +12,7 @@ import orjson
 from trioserve.engine.api import TextDelta, TokenLogprob, Usage
 from trioserve.errors import RequestAborted, RequestCut, RequestError
 from trioserve.http.generation import ChoiceSoFar
-from trioserve.http.render import finite
+from trioserve.http.render import array, finite, in_batches
 from trioserve.http.responses.schema import ResponsesRequest
 from trioserve.sampling_params import SamplingParams
 
@@ -212,7 +212,8 @@ class ResponsesRenderer:
         """All that is done, from the inside out, and the final response."""
         final = self._draft.finished(usage())
         self._on_end(final)
-        part = self._draft.part()
+        item = final["output"][0]
+        part = item["content"][0]
         return (
             self._event(
                 "response.output_text.done",
@@ -221,7 +222,7 @@ class ResponsesRenderer:
                 **self._item,
             )
             + self._event("response.content_part.done", part=part, **self._item)
-            + self._event("response.output_item.done", output_index=0, item=final["output"][0])
+            + self._event("response.output_item.done", output_index=0, item=item)
             + self._event(f"response.{final['status']}", response=final)
         )
 
@@ -253,9 +254,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def logprob_objects(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
+def logprob_objects(tokens: list[TokenLogprob]) -> orjson.Fragment:
     """Tokens with their log probabilities, the alternatives, and what was wanted beside them."""
-    return [_token(token) | {"top_logprobs": _others(token)} for token in tokens]
+    return array(
+        [_token(token) | {"top_logprobs": _others(token)} for token in batch]
+        for batch in in_batches(tokens)
+    )
 
 
 def _others(token: TokenLogprob) -> list[dict[str, Any]]:
