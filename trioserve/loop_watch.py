@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import signal
 import time
@@ -32,6 +33,7 @@ from prometheus_client.registry import Collector
 logger = logging.getLogger("trioserve.loop")
 
 LIMIT_S = 0.25
+CPU_AGE_S = 0.01  # of the last look at the processor time: it is dear for every pass
 QUIET_S = 5.0  # after a stack was logged, others are only counted for this long
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -55,14 +57,16 @@ class LoopWatch(trio.abc.Instrument):
         self._limit_s = limit_s
         self._quiet_s = quiet_s
         self._began_s: float | None = None
-        self._began_cpu_s = 0.0
+        self._cpu_s = 0.0  # of this thread, when last looked at
+        self._looked_s = -math.inf
         self._quiet_until_s = 0.0
         self._num_unsaid = 0
 
     def after_io_wait(self, timeout: float) -> None:
         """A pass begins."""
-        self._began_s = time.monotonic()
-        self._began_cpu_s = time.thread_time()
+        self._began_s = now_s = time.monotonic()
+        if now_s - self._looked_s > CPU_AGE_S:
+            self._looked_s, self._cpu_s = now_s, time.thread_time()
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
 
     def before_io_wait(self, timeout: float) -> None:
@@ -77,7 +81,7 @@ class LoopWatch(trio.abc.Instrument):
         self.sum_s += lag_s
         if lag_s >= self._limit_s:
             self.num_blocked += 1
-            self._report(lag_s, time.thread_time() - self._began_cpu_s, now_s)
+            self._report(lag_s, min(lag_s, time.thread_time() - self._cpu_s), now_s)
 
     def _report(self, lag_s: float, cpu_s: float, now_s: float) -> None:
         stack = self._take_stack()

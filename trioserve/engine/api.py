@@ -164,6 +164,9 @@ class EngineApi(Protocol):
     def status(self) -> EngineStatus: ...
 
     @property
+    def phase(self) -> Phase: ...
+
+    @property
     def served_names(self) -> tuple[str, ...]: ...
 
     @property

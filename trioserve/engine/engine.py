@@ -386,7 +386,7 @@ class Engine:
         Cancellation loses nothing.
         """
         while True:
-            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint_if_cancelled()  # the pipe is a checkpoint for each
             if self._aborts:
                 ids, self._aborts = sorted(self._aborts), set()
                 return Abort(ids)

@@ -16,6 +16,8 @@ from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.tokenizer import Tokenizer
 
 LONG_TEXT = 16 * 1024  # characters, or tokens; beyond it, work on it goes to a thread
+CALL_CHARS = 128  # what a call costs beside its text, in characters
+TURN_CHARS = 4 * 1024  # of short texts, one after another, before others get their turn
 MAX_BAD_WORD_IDS = 1024
 MAX_BAD_WORD_CHARS = 8 * 1024
 
@@ -23,7 +25,10 @@ T = TypeVar("T")
 
 
 class Prompts:
-    """The text side of one inspected model. Stateless but for threads and a memory of bad words.
+    """The text side of one inspected model.
+
+    Stateless but for threads, a memory of bad words, and a count of the characters worked on since
+    the loop was last let go on.
 
     Args:
         limiter: one thread, held while a long text is worked on. Templates of requests have
@@ -42,6 +47,7 @@ class Prompts:
         self._template = template
         self._limiter = limiter
         self._template_limiter = trio.CapacityLimiter(1)
+        self._num_chars = 0
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     async def encode(self, text: str, max_model_len: int, *, add_special_tokens: bool) -> list[int]:
@@ -158,7 +164,12 @@ class Prompts:
     async def _off_loop(self, length: int, function: Callable[..., T], *args: Any) -> T:
         """Call ``function``, in a thread if it works on a long text; cancellation abandons it."""
         if length <= LONG_TEXT:
-            await trio.lowlevel.checkpoint()
+            self._num_chars += CALL_CHARS + length
+            if self._num_chars > TURN_CHARS:
+                self._num_chars = 0
+                await trio.lowlevel.checkpoint()
+            else:  # a turn of the loop costs more than most texts
+                await trio.lowlevel.checkpoint_if_cancelled()
             return function(*args)
         return await trio.to_thread.run_sync(
             function, *args, limiter=self._limiter, abandon_on_cancel=True

@@ -73,7 +73,8 @@ class Mailbox:
             raise trio.BusyResourceError("another task reads this stream already")
         self._being_read = True
         try:
-            await trio.lowlevel.checkpoint()
+            if self._deltas or self._error is not None:
+                await trio.lowlevel.checkpoint()
             while not self._deltas:
                 if self._error is not None:
                     raise self._error

@@ -463,7 +463,10 @@ class Incarnation:
         """Pipe reader; closes the channel at the end of the pipe."""
         async with send:
             async for event in worker.events:
-                await send.send(event)
+                try:
+                    send.send_nowait(event)
+                except trio.WouldBlock:
+                    await send.send(event)
 
     async def _handle_events(self, receive: trio.MemoryReceiveChannel[Event]) -> None:
         """Engine task: the only place where events change the engine's state."""

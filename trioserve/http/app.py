@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import logging
-import math
+from typing import Any, cast
 
 import trio
-from quart import Response, request
 from werkzeug.exceptions import HTTPException
 
 from trioserve.config.schema import Config
 from trioserve.engine.api import EngineApi
 from trioserve.errors import ConfigError, RequestError
-from trioserve.http.asgi import App, AppContext
-from trioserve.http.errors import error_response, http_error_response, internal_error_response
+from trioserve.http.asgi import App, AppContext, reply_to
 from trioserve.http.guard import Guard
-from trioserve.http.messages.errors import in_anthropics_shape, is_messages_path
 from trioserve.http.metrics import Metrics
 from trioserve.http.open_requests import OpenRequests
+from trioserve.http.reply import Reply
 from trioserve.http.routes import (
     admin,
     docs,
@@ -27,13 +24,10 @@ from trioserve.http.routes import (
     models,
     page,
     probes,
-    request_state,
     responses,
     tokenization,
 )
 from trioserve.tracing.tracer import Tracer
-
-log = logging.getLogger(__name__)
 
 ROUTES = [
     "/",
@@ -85,11 +79,7 @@ def make_app(
     """
     app = App("trioserve", static_folder=None)
     app.url_map.merge_slashes = False  # a redirect for //v1/... helps nobody
-    app.config.update(
-        BODY_TIMEOUT=min(config.http.body_timeout_s, config.http.request_timeout_s or math.inf),
-        MAX_CONTENT_LENGTH=config.http.max_body_bytes,
-        PROPAGATE_EXCEPTIONS=None,
-    )
+    app.config["PROPAGATE_EXCEPTIONS"] = None
     app.context = AppContext(
         engine=engine,
         config=config,
@@ -114,9 +104,8 @@ def make_app(
     ):
         module.register(app)
     _check_open_routes(app)
-    app.register_error_handler(RequestError, _on_request_error)
-    app.register_error_handler(HTTPException, _on_http_error)
-    app.register_error_handler(Exception, _on_bug)
+    for kind in (RequestError, HTTPException, Exception):
+        app.register_error_handler(kind, cast(Any, _on_error))
     return app
 
 
@@ -134,20 +123,5 @@ def _check_open_routes(app: App) -> None:
             raise ConfigError(f"http.open_routes: there is no route {path!r}; {hint}")
 
 
-async def _shaped(response: Response) -> Response:
-    if not is_messages_path(request.path):
-        return response
-    return await in_anthropics_shape(response, request_state().id)
-
-
-async def _on_request_error(error: RequestError) -> Response:
-    return await _shaped(error_response(error))
-
-
-async def _on_http_error(error: HTTPException) -> Response:
-    return await _shaped(http_error_response(error))
-
-
-async def _on_bug(error: Exception) -> Response:
-    log.error("request %s failed", request_state().id, exc_info=error)
-    return await _shaped(internal_error_response())
+async def _on_error(error: Exception) -> Reply:
+    return reply_to(error)

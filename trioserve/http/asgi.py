@@ -1,35 +1,41 @@
-"""The app class and its ASGI connection: quart-trio's, with request lifetime and final send mended.
+"""The app class, and one request's way through it, over whichever protocol it came.
 
-quart-trio cancels a request's task while hypercorn is still inside the last send, which loses the
-restart of the idle timer; and a body iterator that never starts never cleans up. Here the last send
-is shielded, and what a request holds lives on an ExitStack around the whole ASGI call.
+quart-trio runs a request as two tasks and cancels the one that answers while hypercorn is still
+inside the last send; and a body iterator that never starts never cleans up. Here a request is one
+task, the last send is not cancelled, and what a request holds lives on an ExitStack around all of
+it. Routes that take prompts are called directly: quart's way to a view costs more than a small
+answer (docs/decisions/0010-short-ways-through-the-front-end.md).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import attrs
 import trio
-from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
 from quart import Request, Response
-from quart import request as current_request
-from quart.utils import encode_headers
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
+from werkzeug.exceptions import HTTPException
 
 from trioserve.errors import RequestError
 from trioserve.http.auth import ApiKeys
 from trioserve.http.background import BackgroundTasks
-from trioserve.http.errors import error_response
+from trioserve.http.body import RequestBody
+from trioserve.http.errors import error_reply, http_error_reply, internal_error_reply
 from trioserve.http.exchange import Exchange
 from trioserve.http.guard import PASSED, Guard
+from trioserve.http.messages.errors import in_anthropics_shape, is_messages_path
+from trioserve.http.reply import Reply
 from trioserve.http.request_log import RequestRecord
-from trioserve.http.sse import StreamResponse
+from trioserve.http.request_state import RequestState, enter_request, request_state
 
 if TYPE_CHECKING:
     from trioserve.config.schema import Config
@@ -37,12 +43,13 @@ if TYPE_CHECKING:
     from trioserve.http.metrics import Metrics
     from trioserve.http.open_requests import OpenRequests
     from trioserve.http.routes.page import PageRoutes
-    from trioserve.tracing.record import RequestTrace
     from trioserve.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+Handler = Callable[[], Awaitable[Reply]]
 
 
 @attrs.frozen
@@ -61,22 +68,6 @@ class AppContext:
     background: BackgroundTasks = attrs.field(factory=BackgroundTasks)
 
 
-@attrs.define
-class RequestState:
-    """What belongs to one request, from its first byte to its last."""
-
-    id: str
-    exchange: Exchange
-    lifetime: ExitStack
-    nursery: trio.Nursery | None = None
-    status: int | None = None
-    route: str | None = None
-    accepted: bool | None = None  # whether anything was submitted; None: it asks for no text
-    error: Exception | None = None  # that became its answer
-    trace: RequestTrace | None = None
-    record: RequestRecord | None = None  # for the log, if requests are logged
-
-
 class NoWebsocket:
     """Refuses an ASGI websocket, which HTTP/2 can ask for: there is no such route."""
 
@@ -93,115 +84,184 @@ class App(QuartTrio):
 
     context: AppContext
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.short_ways: dict[str, Handler] = {}
+
+    def add_prompt_route(self, path: str, endpoint: str, handler: Handler) -> None:
+        """Add a route for POST that is called without quart where path and method are just these.
+
+        The handler finds its request in ``request_state()`` alone. quart knows the route too: for
+        the list of routes, and for all that asks for it in another way.
+        """
+        self.add_url_rule(path, endpoint, view_func=cast(Any, handler), methods=["POST"])
+        self.short_ways[path] = handler
+
+    async def make_response(self, result: Any) -> Any:
+        """As quart's, for a Reply as well."""
+        if isinstance(result, Reply):
+            return _ReplyResponse(result)
+        return await super().make_response(result)
+
     async def handle_user_exception(
         self, error: Exception | BaseExceptionGroup[BaseException]
     ) -> Any:
         """Note the error for the metrics, and make an answer of it."""
-        state: RequestState = cast(Any, current_request.scope)["state"]["request"]
-        state.error = error if isinstance(error, Exception) else None
+        request_state().error = error if isinstance(error, Exception) else None
         return await super().handle_user_exception(error)
 
 
+class _ReplyResponse(Response):
+    """Takes a Reply through quart, which may add headers; its body is not made here."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(b"", status=reply.status, headers=reply.headers)
+        self.reply = reply
+        del self.headers["Content-Length"]
+
+
+def reply_to(error: Exception) -> Reply:
+    """The answer for whatever a route raised; a bug of ours is logged."""
+    state = request_state()
+    if isinstance(error, RequestError):
+        reply = error_reply(error)
+    elif isinstance(error, HTTPException):
+        reply = http_error_reply(error, state.method, state.path)
+    else:
+        log.error("request %s failed", state.id, exc_info=error)
+        reply = internal_error_reply()
+    return in_anthropics_shape(reply, state.id) if is_messages_path(state.path) else reply
+
+
+class Sender(Protocol):
+    """The way of one answer to its client."""
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the head, or hold it until there is something to go with it."""
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece of the body, which is not empty."""
+
+    async def end(self) -> None:
+        """Send the end; not cancelled."""
+
+
 class RequestConnection(TrioASGIHTTPConnection):
-    """One ASGI call."""
+    """One request and its answer.
+
+    Args:
+        exchange: what it shares with its connection, where that knows of it.
+    """
 
     app: App
 
+    def __init__(self, app: App, scope: HTTPScope, exchange: Exchange | None = None) -> None:
+        super().__init__(app, scope)
+        self._exchange = exchange or Exchange()
+        config = app.context.config.http
+        timeout_s = min(config.body_timeout_s, config.request_timeout_s or math.inf)
+        self.body = RequestBody(config.max_body_bytes, timeout_s, _announced(scope["headers"]))
+
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        """Answer one request. Cancellation, as by a client that left, closes all it holds."""
-        shared = cast(dict[str, Any], self.scope.get("state") or {})
-        exchange = shared.get("exchange") or Exchange()
+        """Answer one request that comes by ASGI. Cancellation, as by a client that left, closes
+        all it holds."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._feed, receive, nursery.cancel_scope)
+            await self.run(_AsgiSender(cast(Any, send)))
+            nursery.cancel_scope.cancel()
+
+    async def _feed(self, receive: ASGIReceiveCallable, scope: trio.CancelScope) -> None:
+        """Take in the body; the client's leaving ends the request."""
+        while (message := await receive())["type"] == "http.request":
+            self.body.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                self.body.end()
+        scope.cancel()
+
+    async def run(self, sender: Sender) -> None:
+        """Answer the request, whose body is fed by somebody else. Cancellation closes all it
+        holds."""
+        context, scope = self.app.context, self.scope
+        headers = cast(list[tuple[bytes, bytes]], scope["headers"])
         started = trio.current_time()
         with ExitStack() as lifetime:
-            state = RequestState(self._request_id(), exchange, lifetime)
-            shared["request"] = state
-            self.scope["state"] = cast(Any, shared)
-            if (tracer := self.app.context.tracer) is not None:
-                state.trace = tracer.begin(
-                    state.id, self.scope["method"], self.scope["path"], self.scope["headers"]
-                )
-            if self.app.context.config.log.requests:
-                state.record = RequestRecord(self.app.context.config.log)
+            tasks = AsyncExitStack()
+            state = RequestState("", self._exchange, lifetime, tasks, body=self.body)
+            state.method, state.path, state.headers = scope["method"], scope["path"], headers
+            given = state.header(b"x-request-id")
+            state.id = given if CLIENT_ID.fullmatch(given) else secrets.token_hex(12)
+            enter_request(state)
+            if (tracer := context.tracer) is not None:
+                state.trace = tracer.begin(state.id, state.method, state.path, headers)
+            if context.config.log.requests:
+                state.record = RequestRecord(context.config.log)
             lifetime.callback(self._account, state, started)
-            request = self._create_request_from_scope(send)
-            async with trio.open_nursery() as nursery:
-                state.nursery = nursery
-                nursery.start_soon(self.handle_messages, nursery, request, receive)
-                nursery.start_soon(self.handle_request, nursery, request, send)
+            async with tasks:
+                reply = await self._judge(state)
+                state.status = reply.status
+                await self._send(sender, state, reply)
+                state.end_tasks()
 
-    async def handle_request(  # type: ignore[override]
-        self, nursery: trio.Nursery, request: Request, send: ASGISendCallable
-    ) -> None:
-        """Answer and end the call."""
-        state: RequestState = cast(Any, request.scope)["state"]["request"]
-        response = await self._answer(request)
-        state.route = request.url_rule.rule if request.url_rule is not None else None
-        state.status = response.status_code
-        response.headers["X-Request-Id"] = state.id
-        if self.app.context.stopping.is_set() and request.http_version.startswith("1"):
-            response.headers["Connection"] = "close"
-        await self._send(send, response, state.exchange)
-        nursery.cancel_scope.cancel()
-
-    async def _answer(self, request: Request) -> Response:
-        """The response, once the guard has let the request pass; it is not routed before."""
+    async def _judge(self, state: RequestState) -> Reply:
+        """The answer, once the guard has let the request pass; it is not routed before."""
         verdict = self.app.context.guard.judge(self.scope)
         if verdict is PASSED:
-            return cast(Response, await self.app.handle_request(request))
+            return await self._route(state)
         if verdict.preflight:
-            response = Response(b"", status=204)
-            del response.headers["Content-Type"]
+            reply = Reply(b"", 204, {})
         elif verdict.refusal is not None:
-            response = await self._refused(verdict.refusal, request)
+            reply = await self._refused(verdict.refusal)
         else:
-            response = cast(Response, await self.app.handle_request(request))
-        for name, value in verdict.headers:
-            response.headers.add(name, value)
-        return response
+            reply = await self._route(state)
+        reply.headers.update(verdict.headers)
+        return reply
 
-    async def _refused(self, refusal: RequestError, request: Request) -> Response:
-        from trioserve.http.messages.errors import in_anthropics_shape, is_messages_path
+    async def _route(self, state: RequestState) -> Reply:
+        handler = self.app.short_ways.get(state.path) if state.method == "POST" else None
+        if handler is None:
+            return await self._by_quart(state)
+        state.route = state.path
+        try:
+            return await handler()
+        except Exception as error:
+            state.error = error
+            return reply_to(error)
 
+    async def _by_quart(self, state: RequestState) -> Reply:
+        request = self._quarts_request()
+        response = await self.app.handle_request(request)
+        state.route = request.url_rule.rule if request.url_rule is not None else None
+        return await _as_reply(cast(Response, response))
+
+    def _quarts_request(self) -> Request:
+        # It could push further answers through what it is given; nothing here does.
+        return self._create_request_from_scope(cast(Any, None))
+
+    async def _refused(self, refusal: RequestError) -> Reply:
         page = self.app.context.page
-        if page is not None and (form := page.refused(request, refusal)) is not None:
-            return form
-        response = error_response(refusal)
-        if is_messages_path(request.path):
-            state: RequestState = cast(Any, request.scope)["state"]["request"]
-            await in_anthropics_shape(response, state.id)
-        return response
+        if page is not None:
+            form = page.refused(self._quarts_request(), refusal)
+            if form is not None:
+                return await _as_reply(form)
+        return reply_to(refusal)
 
-    async def _send(self, send: Any, response: Response, exchange: Exchange) -> None:
-        start = {
-            "type": "http.response.start",
-            "status": response.status_code,
-            "headers": encode_headers(response.headers),
-        }
-        await send(start)
-
-        async def write(data: bytes) -> None:
-            if exchange.write is not None:
-                await exchange.write(data)
-            else:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-
-        if isinstance(response, StreamResponse):
-            await response.stream.send_to(write)
-        else:
-            body = await response.get_data()
-            assert isinstance(body, bytes)
-            await write(body)
-        # hypercorn posts the disconnect, which cancels this task, from inside this last send.
-        with trio.CancelScope(shield=True):
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _request_id(self) -> str:
-        for name, value in self.scope["headers"]:
-            if name.lower() == b"x-request-id":
-                given = value.decode("latin1")
-                if CLIENT_ID.fullmatch(given):
-                    return given
-        return secrets.token_hex(12)
+    async def _send(self, sender: Sender, state: RequestState, reply: Reply) -> None:
+        headers = reply.headers
+        headers["X-Request-Id"] = state.id
+        if self.app.context.stopping.is_set() and self.scope["http_version"].startswith("1"):
+            headers["Connection"] = "close"
+        body = reply.body
+        if isinstance(body, bytes) and reply.status not in (204, 304):
+            headers["Content-Length"] = str(len(body))
+        await sender.start(
+            reply.status,
+            [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        )
+        if not isinstance(body, bytes):
+            await body.send_to(sender.write)
+        elif body:
+            await sender.write(body)
+        await sender.end()
 
     def _account(self, state: RequestState, started: float) -> None:
         context = self.app.context
@@ -215,7 +275,7 @@ class RequestConnection(TrioASGIHTTPConnection):
         if state.record is not None:
             state.record.write(
                 id=state.id,
-                method=self.scope["method"],
+                method=state.method,
                 route=state.route,
                 status=state.status,
                 seconds=trio.current_time() - started,
@@ -223,7 +283,7 @@ class RequestConnection(TrioASGIHTTPConnection):
             )
         log.debug(
             "%s %s: %s in %.1f ms, request %s",
-            self.scope["method"],
+            state.method,
             state.route or "(no route)",
             state.status or "client gone",
             (trio.current_time() - started) * 1000,
@@ -231,5 +291,43 @@ class RequestConnection(TrioASGIHTTPConnection):
         )
 
 
-App.asgi_http_class = RequestConnection
+class _AsgiSender:
+    """By ASGI's messages, as over HTTP/2."""
+
+    def __init__(self, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        self._send = send
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """As Sender's."""
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """As Sender's."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """As Sender's."""
+        # hypercorn posts the disconnect, which cancels this task, from inside this last send.
+        with trio.CancelScope(shield=True):
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _announced(headers: Any) -> int:
+    """What the head says of the body's length, which the connection has checked."""
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+    return 0
+
+
+async def _as_reply(response: Response) -> Reply:
+    if isinstance(response, _ReplyResponse):
+        response.reply.headers = dict(response.headers)
+        return response.reply
+    body = await response.get_data()
+    assert isinstance(body, bytes)
+    return Reply(body, response.status_code, dict(response.headers))
+
+
+App.asgi_http_class = cast(Any, RequestConnection)
 App.asgi_websocket_class = cast(Any, NoWebsocket)

@@ -6,44 +6,49 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import trio
-from quart import request
+from werkzeug.http import parse_options_header
 
-from trioserve.http.errors import JSON, WrongMediaType
+from trioserve.http.errors import WrongMediaType
 from trioserve.http.fields import takes_long
-from trioserve.http.routes import request_state
+from trioserve.http.reply import JSON
+from trioserve.http.request_state import RequestState
 
 MAX_LOGGED = 200  # characters of client-chosen names in a log line or header
 
 B = TypeVar("B")
 
 
-async def read_body(parse: Callable[[bytes], B], threads: trio.CapacityLimiter) -> B:
-    """Read the present request's body and parse it, in a thread if that takes long.
+async def read_body(
+    state: RequestState, parse: Callable[[bytes], B], threads: trio.CapacityLimiter
+) -> B:
+    """Read a request's body and parse it, in a thread if that takes long.
 
     Cancellation abandons the thread, whose result is dropped.
 
     Raises:
         WrongMediaType: the body is not said to be JSON in UTF-8.
+        RequestEntityTooLarge, RequestTimeout: as ``RequestBody.read``.
         RequestError: whatever ``parse`` raises.
     """
-    _check_media_type()
-    raw = await request.get_data(False)
-    assert isinstance(raw, bytes)
-    if (record := request_state().record) is not None:
-        record.take_body(raw)
+    _check_media_type(state)
+    raw = await state.body.read()
+    if state.record is not None:
+        state.record.take_body(raw)
     if not takes_long(raw):
         return parse(raw)
     return await trio.to_thread.run_sync(parse, raw, abandon_on_cancel=True, limiter=threads)
 
 
-def _check_media_type() -> None:
-    kind = request.mimetype
+def _check_media_type(state: RequestState) -> None:
+    given = state.header(b"content-type")
+    kind, options = (given, {}) if given == JSON else parse_options_header(given)
+    kind = kind.lower()
     if kind and kind != JSON and not kind.endswith("+json"):
         raise WrongMediaType(f"the body must be application/json, not {kind[:100]}")
-    charset = request.mimetype_params.get("charset", "utf-8").lower()
+    charset = options.get("charset", "utf-8").lower()
     if charset not in ("utf-8", "utf8", "us-ascii"):
         raise WrongMediaType(f"the body must be UTF-8, not {charset[:100]}")
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+    if state.header(b"content-encoding", "identity").lower() != "identity":
         raise WrongMediaType("compressed bodies are not supported; send it as it is")
 
 

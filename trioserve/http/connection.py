@@ -22,16 +22,23 @@ import trio
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
-from hypercorn.protocol.events import EndBody, Response, StreamClosed
+from hypercorn.protocol.events import EndBody, Request, Response, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol
-from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
+from hypercorn.protocol.h11 import (
+    STREAM_ID,
+    H2CProtocolRequiredError,
+    H2ProtocolAssumedError,
+    H11Protocol,
+)
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import parse_socket_addr
 
+from trioserve.http.asgi import App
+from trioserve.http.direct import direct_stream
 from trioserve.http.errors import http_error_object
 from trioserve.http.exchange import Exchange
 from trioserve.http.http2 import are_settings, mend, release
@@ -142,8 +149,11 @@ class H11Only(H11Protocol):
     A request to upgrade is answered as if it had not asked, which HTTP allows.
     """
 
-    def __init__(self, *args: Any, read_ahead: _ReadAhead, http2: bool, limits: HeadLimits) -> None:
+    def __init__(
+        self, *args: Any, read_ahead: _ReadAhead, http2: bool, limits: HeadLimits, asked: App
+    ) -> None:
         super().__init__(*args)
+        self._asked = asked
         self.connection = _H11(h11.SERVER, max_incomplete_event_size=limits.num_bytes)
         self._limits = limits
         self.can_read: _ReadAhead = read_ahead
@@ -246,16 +256,17 @@ class H11Only(H11Protocol):
             return
         assert target is not None
         self.exchange = Exchange()
-        self.connection_state["exchange"] = self.exchange
-        # h11 has checked the request; _parsed says so and spares a second check.
-        plain = h11.Request(
-            method=request.method,
-            headers=[(k, v) for k, v in request.headers if k != b"upgrade"],
-            target=target,
-            http_version=request.http_version,
-            _parsed=True,
+        self.stream = direct_stream(self, self._asked, self.exchange)
+        await self.stream.handle(
+            Request(
+                stream_id=STREAM_ID,
+                headers=[(k, v) for k, v in request.headers if k != b"upgrade"],
+                http_version=request.http_version.decode(),
+                method=request.method.decode("ascii"),
+                raw_path=target,
+                state=self.connection_state,
+            )
         )
-        await super()._create_stream(plain)
 
     async def _close_stream(self) -> None:
         if self.exchange is not None:
@@ -292,11 +303,12 @@ class _Protocol(ProtocolWrapper):
         http2: bool,
         limits: HeadLimits,
         send_timeout_s: float,
+        asked: App,
     ) -> None:
         self._limits = limits
         self._send_timeout_s = send_timeout_s
         super().__init__(*args)
-        h1 = H11Only(*args, read_ahead=read_ahead, http2=http2, limits=limits)
+        h1 = H11Only(*args, read_ahead=read_ahead, http2=http2, limits=limits, asked=asked)
         self.protocol = h1
         self.h1 = h1
 
@@ -333,7 +345,8 @@ class Connection(TCPServer):
     """Serves one connection from its first byte to its close.
 
     Args:
-        app: hypercorn's wrapper around the ASGI app.
+        app: hypercorn's wrapper around the ASGI app, for HTTP/2.
+        asked: the app itself, for HTTP/1.1.
         config: hypercorn's settings, see ``trioserve.http.server``.
         context: shared by all connections; once its ``terminated`` event is set, the end of an
             answer closes.
@@ -351,12 +364,14 @@ class Connection(TCPServer):
         context: WorkerContext,
         stream: ClientStream,
         *,
+        asked: App,
         http2: bool,
         on_idle: Callable[[Connection, bool], None],
         handshake_timeout_s: float = math.inf,
         limits: HeadLimits,
     ) -> None:
         super().__init__(app, config, context, {}, cast(Any, stream))
+        self._asked = asked
         self._on_idle = on_idle
         self._num_asked = FEW_BYTES
         self._http2 = http2
@@ -396,6 +411,7 @@ class Connection(TCPServer):
                     http2=self._http2,
                     limits=self._limits,
                     send_timeout_s=self.stream.send_timeout_s,
+                    asked=self._asked,
                 )
                 self._set_idle(True)
                 await self._read_data()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-import orjson
-from quart import Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from trioserve.errors import (
@@ -16,8 +14,8 @@ from trioserve.errors import (
     RequestAborted,
     RequestError,
 )
+from trioserve.http.reply import Reply, json_reply
 
-JSON = "application/json"
 MAX_SHOWN_METHOD, MAX_SHOWN_PATH = 20, 120  # characters of what a client chose
 
 HTTP_ERRORS: dict[int, tuple[str, str]] = {
@@ -78,16 +76,16 @@ def error_object(error: RequestError) -> dict[str, Any]:
     }
 
 
-def error_response(error: RequestError) -> Response:
-    """The response for ``error``: its status, body and Retry-After."""
-    response = Response(orjson.dumps(error_object(error)), status=error.status, content_type=JSON)
+def error_reply(error: RequestError) -> Reply:
+    """The answer for ``error``: its status, body and Retry-After."""
+    reply = json_reply(error_object(error), error.status)
     if isinstance(error, DeadlineExceeded | RequestAborted):
         # OpenAI's client repeats a 504 and a 409 by itself: a deadline would cost three times as
         # much, and what was aborted would run again.
-        response.headers["x-should-retry"] = "false"
+        reply.headers["x-should-retry"] = "false"
     if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(error.retry_after_s)
-    return response
+        reply.headers["Retry-After"] = str(error.retry_after_s)
+    return reply
 
 
 def http_error_object(status: int, message: str = "") -> dict[str, Any]:
@@ -98,26 +96,24 @@ def http_error_object(status: int, message: str = "") -> dict[str, Any]:
     return {"error": {"message": message or usual, "type": kind, "param": None, "code": code}}
 
 
-def http_error_response(error: HTTPException) -> Response:
-    """The response for an error of the HTTP machinery: no such route, wrong method, and so on."""
+def http_error_reply(error: HTTPException, method: str, path: str) -> Reply:
+    """The answer for an error of the HTTP machinery: no such route, wrong method, and so on."""
     status = error.code or 500
     message, allow = "", ""
     if status == 404:
-        message = f"no such route: {_asked()}"
+        message = f"no such route: {_asked(method, path)}"
     elif isinstance(error, MethodNotAllowed):
         allow = ", ".join(sorted(error.valid_methods or ()))
-        message = f"this route does not take that method: {_asked()}; it takes {allow}"
-    response = Response(
-        orjson.dumps(http_error_object(status, message)), status=status, content_type=JSON
-    )
+        message = f"this route does not take that method: {_asked(method, path)}; it takes {allow}"
+    reply = json_reply(http_error_object(status, message), status)
     if allow:
-        response.headers["Allow"] = allow
-    return response
+        reply.headers["Allow"] = allow
+    return reply
 
 
-def _asked() -> str:
-    """Method and path of the present request as printable ASCII of bounded length."""
-    method, path = ascii(request.method)[1:-1], ascii(request.path)[1:-1]
+def _asked(method: str, path: str) -> str:
+    """What was asked for as printable ASCII of bounded length."""
+    method, path = ascii(method)[1:-1], ascii(path)[1:-1]
     return f"{_cut(method, MAX_SHOWN_METHOD)} {_cut(path, MAX_SHOWN_PATH)}"
 
 
@@ -125,6 +121,6 @@ def _cut(text: str, size: int) -> str:
     return text if len(text) <= size else text[: size - 3] + "..."
 
 
-def internal_error_response() -> Response:
-    """The response for a bug of ours. Says nothing of what went wrong; the log does."""
-    return Response(orjson.dumps(http_error_object(500)), status=500, content_type=JSON)
+def internal_error_reply() -> Reply:
+    """The answer for a bug of ours. Says nothing of what went wrong; the log does."""
+    return json_reply(http_error_object(500), 500)

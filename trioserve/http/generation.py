@@ -14,19 +14,19 @@ from typing import Protocol, TypeVar
 
 import attrs
 import msgspec
-from quart import Response, request
 
 from trioserve.engine.api import EngineApi, Phase, RequestStream, TextDelta, TokenLogprob, Usage
 from trioserve.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from trioserve.http.answer_size import check_num_logprobs
-from trioserve.http.asgi import AppContext, RequestState
+from trioserve.http.asgi import AppContext
 from trioserve.http.bodies import printable_names, read_body
-from trioserve.http.errors import JSON, InvalidBody, unknown_model
+from trioserve.http.errors import InvalidBody, unknown_model
 from trioserve.http.fields import MAX_FAULTS, MAX_SHOWN
 from trioserve.http.fingerprint import system_fingerprint
 from trioserve.http.open_requests import Answers, Limits, OpenRequest, refuse_abort
-from trioserve.http.routes import request_state
-from trioserve.http.sse import HEADERS, EventStream, Renderer, StreamResponse
+from trioserve.http.reply import Reply
+from trioserve.http.request_state import RequestState, request_state
+from trioserve.http.sse import HEADERS, EventStream, Renderer
 from trioserve.http.watch import Watch
 from trioserve.sampling_params import SamplingParams
 
@@ -54,7 +54,6 @@ class Body(Protocol):
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
-R = TypeVar("R", bound=Response)
 
 
 @attrs.frozen(kw_only=True)
@@ -130,9 +129,9 @@ class GenerationService:
         state.accepted = False
         if context.stopping.is_set():
             raise NotReady("the server is shutting down; send the request to another")
-        status = context.engine.status
-        if status.phase is not Phase.READY:
-            raise NotReady(f"the model is not ready ({status.phase.value}); see /startup")
+        phase = context.engine.phase  # a whole status is dear
+        if phase is not Phase.READY:
+            raise NotReady(f"the model is not ready ({phase.value}); see /startup")
         opened = state.lifetime.enter_context(context.open_requests.opened(state.id))
         return GenerationCall(self, state, opened)
 
@@ -172,12 +171,13 @@ class GenerationCall:
         Raises:
             RequestError: the body is refused, its model is not served, or what ended the request.
         """
-        body = await self.run(functools.partial(read_body, parse, self._context.parsing))
+        body = await self.run(
+            functools.partial(read_body, self._state, parse, self._context.parsing)
+        )
         self._state.exchange.declare(streams=body.stream)
         limits = self._service.limits.at_most(Limits(body.timeout_s, body.queue_timeout_s))
         if limits.any:
-            assert self._state.nursery is not None
-            self._state.nursery.start_soon(self._opened.keep, limits)
+            (await self._state.nursery()).start_soon(self._opened.keep, limits)
         if body.model and body.model not in self.engine.served_names:
             raise unknown_model(body.model, self.engine.served_names)
         self._ignored = body.ignored
@@ -200,7 +200,7 @@ class GenerationCall:
 
     def rename(self, id: str) -> None:
         """Give the request the id its body asks for, unless it came with one as a header."""
-        if request.headers.get("X-Request-Id") != self.id:
+        if self._state.header(b"x-request-id") != self.id:
             self.id = self._state.id = self._opened.id = id
 
     def submit(self, order: Order) -> None:
@@ -316,31 +316,34 @@ class GenerationCall:
         with self._watch.failures():
             return await self.run(functools.partial(_collect_all, self.streams, self._watch))
 
-    def respond(self, body: bytes) -> Response:
-        """The response with a whole answer: ``body`` is JSON."""
-        return self._finished(Response(body, content_type=JSON))
+    def respond(self, body: bytes) -> Reply:
+        """The reply with a whole answer: ``body`` is JSON."""
+        return self._finished(Reply(body))
 
-    async def stream(self, renderer: Renderer) -> StreamResponse:
-        """The response whose events ``renderer`` makes.
+    async def stream(self, renderer: Renderer) -> Reply:
+        """The reply whose body are the ``events``; raises what they raise."""
+        return self._finished(Reply(await self.events(renderer), headers=dict(HEADERS)))
+
+    async def events(self, renderer: Renderer) -> EventStream:
+        """The streamed answer, whose events ``renderer`` makes.
 
         Waits for the first delta, so that an early failure has a status of its own. Silence for a
-        heartbeat, or a client that ended its sending, begin the response without one: then only
+        heartbeat, or a client that ended its sending, begin the answer without one: then only
         writing tells whether the client is still there.
 
         Raises:
             RequestError: an answer failed before its first delta, or what ended the request.
         """
         state, opened, watch = self._state, self._opened, self._watch
-        assert state.nursery is not None
         assert watch is not None
-        answers = Answers(self.streams, state.nursery)
+        answers = await Answers.open(self.streams, state.nursery)
         state.exchange.on_half_close = opened.wake
         if state.exchange.half_closed:
             opened.wake()
         heartbeat_s = self._context.config.http.heartbeat_s
         with watch.failures():
             first = await opened.first_event(answers, heartbeat_s)
-        events = EventStream(
+        return EventStream(
             answers,
             renderer,
             opened,
@@ -350,12 +353,11 @@ class GenerationCall:
             usage=self.usage,
             watch=watch,
         )
-        return self._finished(StreamResponse(events, headers=HEADERS))
 
-    def _finished(self, response: R) -> R:
+    def _finished(self, reply: Reply) -> Reply:
         if self._ignored:
-            response.headers["X-Trioserve-Ignored-Fields"] = printable_names(self._ignored)
-        return response
+            reply.headers["X-Trioserve-Ignored-Fields"] = printable_names(self._ignored)
+        return reply
 
 
 async def _collect_all(streams: list[RequestStream], watch: Watch) -> list[ChoiceSoFar]:

@@ -221,13 +221,23 @@ class Answers:
     one delta; what comes meanwhile coalesces behind it.
     """
 
-    def __init__(self, streams: list[RequestStream], nursery: trio.Nursery) -> None:
+    def __init__(self, streams: list[RequestStream]) -> None:
         self.streams = streams
         self._channel: trio.MemoryReceiveChannel[tuple[int, TextDelta | Exception]] | None = None
+
+    @classmethod
+    async def open(
+        cls, streams: list[RequestStream], nursery: Callable[[], Awaitable[trio.Nursery]]
+    ) -> Answers:
+        """Begin to read them; ``nursery`` is only asked for if there are several. Cancellation is
+        the request's."""
+        answers = cls(streams)
         if len(streams) > 1:
-            send, self._channel = trio.open_memory_channel[tuple[int, TextDelta | Exception]](0)
+            tasks = await nursery()
+            send, answers._channel = trio.open_memory_channel[tuple[int, TextDelta | Exception]](0)
             for index, stream in enumerate(streams):
-                nursery.start_soon(_pump, index, stream, send)
+                tasks.start_soon(_pump, index, stream, send)
+        return answers
 
     async def next(self) -> tuple[int, TextDelta]:
         """The next delta of any choice. Cancellation loses nothing."""

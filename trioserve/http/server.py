@@ -171,6 +171,7 @@ class _Server:
                 self._hypercorn,
                 self._context,
                 client,
+                asked=self._app,
                 http2=self._http.http2,
                 on_idle=self._note_idle,
                 handshake_timeout_s=self._http.tls_handshake_timeout_s,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 import trio
-from quart import Response
 
 from trioserve.engine.api import TextDelta, Usage
 from trioserve.errors import RequestError, RequestFailed
@@ -25,21 +24,6 @@ HEADERS = {
 }
 COMMENT = b": still here\n\n"
 PROBES_S = (0.05, 0.2, 0.5)  # pauses between the first writes after a client ended its sending
-
-
-class Events(Protocol):
-    """A body that is written piece by piece."""
-
-    async def send_to(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write all of it. Cancellation ends it where it is."""
-
-
-class StreamResponse(Response):
-    """The response whose body are events; the ASGI connection has them written."""
-
-    def __init__(self, stream: Events, **extra: Any) -> None:
-        super().__init__(**extra)
-        self.stream = stream
 
 
 def encode_event(data: object) -> bytes:

@@ -43,10 +43,12 @@ class FrameReader(Generic[M]):
             FrameError: the stream cannot be followed; again at every later call.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
+        waited = False  # a read is a checkpoint, and one is enough for a message
         try:
             if self._fault is not None:
                 raise self._fault
             while not self._ready:
+                waited = True
                 self._frames.feed(b"")  # raises where a bad length came after good frames
                 data = await self._stream.receive_some(self._num_asked)
                 self._num_asked = next_read(self._num_asked, len(data))
@@ -58,7 +60,8 @@ class FrameReader(Generic[M]):
         except FrameError as fault:
             self._fault = fault
             raise
-        await trio.lowlevel.cancel_shielded_checkpoint()
+        if not waited:
+            await trio.lowlevel.cancel_shielded_checkpoint()
         return message
 
     async def discard(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from quart import Response
 
 from trioserve.errors import RequestError
+from trioserve.http.reply import Reply
 
 PREFIX = "/v1/messages"
 TYPES = {
@@ -46,13 +46,10 @@ def error_event(error: RequestError, request_id: str) -> bytes:
     return b"event: error\ndata: %b\n\n" % data
 
 
-async def in_anthropics_shape(response: Response, request_id: str) -> Response:
-    """An error response of ``trioserve.http.errors`` with its body made anew; headers stay.
-
-    Cancellation leaves it as it was.
-    """
-    body = orjson.loads(await response.get_data())
-    told = error_object(response.status_code, body["error"]["message"], request_id)
-    response.set_data(orjson.dumps(told))
-    response.headers["Request-Id"] = request_id
-    return response
+def in_anthropics_shape(reply: Reply, request_id: str) -> Reply:
+    """An error of ``trioserve.http.errors`` with its body made anew; headers stay."""
+    assert isinstance(reply.body, bytes)
+    message = orjson.loads(reply.body)["error"]["message"]
+    reply.body = orjson.dumps(error_object(reply.status, message, request_id))
+    reply.headers["Request-Id"] = request_id
+    return reply

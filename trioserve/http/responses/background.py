@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import trio
 
 from trioserve.errors import RequestError, RequestFailed
-from trioserve.http.asgi import RequestState
 from trioserve.http.exchange import Exchange
 from trioserve.http.generation import GenerationCall, GenerationService, Order
 from trioserve.http.open_requests import Limits, OpenRequest
 from trioserve.http.request_log import RequestRecord
+from trioserve.http.request_state import RequestState
 from trioserve.http.responses.render import Draft, ResponseCancelled, ResponsesRenderer
 from trioserve.http.responses.store import Kept, Turn
 from trioserve.http.sse import COMMENT
@@ -177,7 +177,8 @@ class BackgroundResponses:
         with ExitStack() as lifetime:
             open_requests = self._service.context.open_requests
             opened = lifetime.enter_context(open_requests.opened(request_id))
-            state = RequestState(request_id, Exchange(), lifetime)
+            tasks = AsyncExitStack()
+            state = RequestState(request_id, Exchange(), lifetime, tasks)
             if self._service.context.config.log.requests:
                 state.record = RequestRecord(self._service.context.config.log)
                 lifetime.callback(_log, state.record, opened)
@@ -186,11 +187,11 @@ class BackgroundResponses:
             call.submit(order)
             run = self._runs[draft.head.id] = Run(draft, turn, opened)
             lifetime.callback(self._end, run)
-            async with trio.open_nursery() as state.nursery:
+            async with tasks:
                 if limits.any:
-                    state.nursery.start_soon(opened.keep, limits)
+                    (await state.nursery()).start_soon(opened.keep, limits)
                 await _answer(call, run, task_status)
-                state.nursery.cancel_scope.cancel()
+                state.end_tasks()
 
     def _end(self, run: Run) -> None:
         del self._runs[run.id]
@@ -228,8 +229,8 @@ async def _answer(call: GenerationCall, run: Run, task_status: trio.TaskStatus[R
     task_status.started(run)
     try:
         if log_write is not None:
-            response = await call.stream(renderer)
-            await response.stream.send_to(log_write)
+            events = await call.events(renderer)
+            await events.send_to(log_write)
         else:
             [choice] = await call.collect()
             run.draft.take(choice)

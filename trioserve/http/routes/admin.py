@@ -11,9 +11,9 @@ from quart import Response, request
 
 from trioserve.errors import InvalidRequest, RequestAborted, RequestError
 from trioserve.http.asgi import App, AppContext
-from trioserve.http.errors import JSON
 from trioserve.http.open_requests import OpenRequest
-from trioserve.http.routes import request_state
+from trioserve.http.reply import JSON
+from trioserve.http.request_state import request_state
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from quart import Response
 
 from trioserve.engine.api import GenerationDefaults
 from trioserve.http.asgi import App
-from trioserve.http.errors import JSON
+from trioserve.http.reply import JSON
 from trioserve.http.sampling_fields import Rules
 
 PAGE_HEADERS = {

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import orjson
 import trio
-from quart import Response
 
 from trioserve.errors import ContextLengthExceeded
 from trioserve.http.asgi import App
@@ -18,6 +17,7 @@ from trioserve.http.generation import ChoiceSoFar, GenerationCall, GenerationSer
 from trioserve.http.render import Head
 from trioserve.http.render_chat import ChatRenderer
 from trioserve.http.render_completion import CompletionRenderer, Prompt
+from trioserve.http.reply import Reply
 from trioserve.http.schema import (
     CompletionRequest,
     GenerationRequest,
@@ -35,8 +35,8 @@ B = TypeVar("B", bound=GenerationRequest)
 def register(app: App) -> None:
     """Add the routes."""
     routes = GenerationRoutes(GenerationService(app.context))
-    app.add_url_rule("/v1/completions", view_func=routes.completions, methods=["POST"])
-    app.add_url_rule("/v1/chat/completions", view_func=routes.chat, methods=["POST"])
+    app.add_prompt_route("/v1/completions", "completions", routes.completions)
+    app.add_prompt_route("/v1/chat/completions", "chat", routes.chat)
 
 
 class GenerationRoutes:
@@ -45,7 +45,7 @@ class GenerationRoutes:
     def __init__(self, service: GenerationService) -> None:
         self._service = service
 
-    async def completions(self) -> Response:
+    async def completions(self) -> Reply:
         """Answer a POST to ``/v1/completions``."""
         call = self._service.open()
         body = await self._read(call, parse_completion)
@@ -59,7 +59,7 @@ class GenerationRoutes:
         renderer = CompletionRenderer(head, shown, body.num_choices, scores=body.scores)
         return await _answer(call, body, renderer, self._service.context.parsing)
 
-    async def chat(self) -> Response:
+    async def chat(self) -> Reply:
         """Answer a POST to ``/v1/chat/completions``."""
         call = self._service.open()
         body = await self._read(call, parse_chat)
@@ -187,7 +187,7 @@ async def _answer(
     body: GenerationRequest,
     renderer: ChatRenderer | CompletionRenderer,
     threads: trio.CapacityLimiter,
-) -> Response:
+) -> Reply:
     """The answer; where it has many log probabilities it is put together in a thread."""
     if body.stream:
         return await call.stream(renderer)

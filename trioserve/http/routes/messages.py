@@ -5,22 +5,21 @@ from __future__ import annotations
 import functools
 
 import orjson
-from quart import Response
 
 from trioserve.http.asgi import App
 from trioserve.http.generation import GenerationCall, GenerationService, Order
 from trioserve.http.messages.render import Head, MessagesRenderer
 from trioserve.http.messages.schema import PromptRequest, parse_count, parse_messages
-from trioserve.http.routes import request_state
+from trioserve.http.reply import Reply
+from trioserve.http.request_state import request_state
 from trioserve.http.sampling_fields import Rules
 
 
 def register(app: App) -> None:
     """Add the routes."""
     routes = MessageRoutes(GenerationService(app.context))
-    app.add_url_rule("/v1/messages", "messages", view_func=routes.create, methods=["POST"])
-    count = "/v1/messages/count_tokens"
-    app.add_url_rule(count, "messages_count", view_func=routes.count, methods=["POST"])
+    app.add_prompt_route("/v1/messages", "messages", routes.create)
+    app.add_prompt_route("/v1/messages/count_tokens", "messages_count", routes.count)
 
 
 class MessageRoutes:
@@ -30,7 +29,7 @@ class MessageRoutes:
         self._service = service
         self._engine = service.context.engine
 
-    async def create(self) -> Response:
+    async def create(self) -> Reply:
         """Answer a POST to ``/v1/messages``."""
         call = self._service.open()
         rules = Rules.of(self._service.context.config.http, self._engine.generation_defaults)
@@ -52,7 +51,7 @@ class MessageRoutes:
         whole = renderer.whole(text, choice.finish_reason, choice.stop_reason, call.usage())
         return _named(call.respond(orjson.dumps(whole)), call.id)
 
-    async def count(self) -> Response:
+    async def count(self) -> Reply:
         """How many tokens the prompt of such a body has."""
         call = self._service.open()
         request_state().accepted = None  # it asks for no text
@@ -71,7 +70,7 @@ class MessageRoutes:
         return await call.run(render)
 
 
-def _named(response: Response, request_id: str) -> Response:
+def _named(reply: Reply, request_id: str) -> Reply:
     """With the header in which Anthropic's clients look for the request's id."""
-    response.headers["Request-Id"] = request_id
-    return response
+    reply.headers["Request-Id"] = request_id
+    return reply

@@ -9,7 +9,8 @@ import orjson
 from quart import Response
 
 from trioserve.http.asgi import App, AppContext
-from trioserve.http.errors import JSON, unknown_model
+from trioserve.http.errors import unknown_model
+from trioserve.http.reply import JSON
 
 
 def register(app: App) -> None:

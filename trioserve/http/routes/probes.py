@@ -10,7 +10,7 @@ from quart import Response, request
 import trioserve
 from trioserve.engine.api import EngineStatus, Phase, StageStatus
 from trioserve.http.asgi import App, AppContext
-from trioserve.http.errors import JSON
+from trioserve.http.reply import JSON
 
 
 def register(app: App) -> None:

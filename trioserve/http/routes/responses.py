@@ -7,27 +7,27 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import trio
-from quart import Response, request
+from quart import request
 
 from trioserve.errors import InvalidRequest
 from trioserve.http.asgi import App
 from trioserve.http.bodies import printable_names
-from trioserve.http.errors import JSON
 from trioserve.http.fields import shown
 from trioserve.http.generation import GenerationCall, GenerationService, Order
+from trioserve.http.reply import Reply, json_reply
+from trioserve.http.request_state import request_state
 from trioserve.http.responses.background import BackgroundResponses, EventLog, LogStream, Run
 from trioserve.http.responses.items import Item, with_ids
 from trioserve.http.responses.prompt import fit_prompt
 from trioserve.http.responses.render import Draft, Head, ResponsesRenderer
 from trioserve.http.responses.schema import INCLUDABLE, ResponsesRequest, parse_responses
 from trioserve.http.responses.store import Kept, ResponseNotFound, ResponseStore, Turn
-from trioserve.http.routes import request_state
 from trioserve.http.sampling_fields import Rules
-from trioserve.http.sse import HEADERS, StreamResponse
+from trioserve.http.sse import HEADERS
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +38,16 @@ MAX_LISTED, DEFAULT_LISTED = 100, 20
 def register(app: App) -> None:
     """Add the routes."""
     routes = ResponseRoutes(GenerationService(app.context))
+    app.add_prompt_route("/v1/responses", "responses_create", routes.create)
     one = "/v1/responses/<response_id>"
     for rule, method, view in (
-        ("/v1/responses", "POST", routes.create),
         (one, "GET", routes.retrieve),
         (one, "DELETE", routes.delete),
         (f"{one}/cancel", "POST", routes.cancel),
         (f"{one}/input_items", "GET", routes.input_items),
     ):
         endpoint = f"responses_{view.__name__}"
-        app.add_url_rule(rule, endpoint, view_func=view, methods=[method])
+        app.add_url_rule(rule, endpoint, view_func=cast(Any, view), methods=[method])
 
 
 class ResponseRoutes:
@@ -66,7 +66,7 @@ class ResponseRoutes:
 
     # ----------------------------------------------------------------------------- making
 
-    async def create(self) -> Response:
+    async def create(self) -> Reply:
         """Answer a POST to ``/v1/responses``."""
         call = self._service.open()
         rules = Rules.of(self._http, self._engine.generation_defaults)
@@ -115,17 +115,15 @@ class ResponseRoutes:
         threads = self._service.context.parsing
         return await trio.to_thread.run_sync(items, abandon_on_cancel=True, limiter=threads)
 
-    async def _start(
-        self, call: GenerationCall, draft: Draft, turn: Turn, order: Order
-    ) -> Response:
+    async def _start(self, call: GenerationCall, draft: Draft, turn: Turn, order: Order) -> Reply:
         run = await self._background.start(call.id, draft, turn, order)
         request_state().accepted = True
         if run.log is None:
             return call.respond(orjson.dumps(run.snapshot()))
-        response = self._follow(run.log, 0)
+        reply = self._follow(run.log, 0)
         if ignored := draft.head.body.ignored:
-            response.headers["X-Trioserve-Ignored-Fields"] = printable_names(ignored)
-        return response
+            reply.headers["X-Trioserve-Ignored-Fields"] = printable_names(ignored)
+        return reply
 
     def _is_stored(self, body: ResponsesRequest) -> bool:
         if (body.store or body.background) and not self._store.enabled:
@@ -174,7 +172,7 @@ class ResponseRoutes:
                 "response %s is not kept: it is larger than http.max_stored_response_bytes", kept.id
             )
 
-    async def retrieve(self, response_id: str) -> Response:
+    async def retrieve(self, response_id: str) -> Reply:
         """One response as it is now, or its events from one on."""
         _check_include()
         stream, first = _flag("stream"), _number("starting_after", -1) + 1
@@ -184,8 +182,8 @@ class ResponseRoutes:
             return self._follow(self._events(response_id), first)
         run = self._background.get(response_id)
         if run is not None:
-            return _json(run.snapshot())
-        return Response(self._store.get(response_id).raw, content_type=JSON)
+            return json_reply(run.snapshot())
+        return Reply(self._store.get(response_id).raw)
 
     def _events(self, id: str) -> EventLog:
         run = self._background.get(id)
@@ -197,17 +195,17 @@ class ResponseRoutes:
             )
         return events
 
-    def _follow(self, events: EventLog, first: int) -> Response:
+    def _follow(self, events: EventLog, first: int) -> Reply:
         request_state().exchange.declare(streams=True)
-        return StreamResponse(LogStream(events, first, self._http.heartbeat_s), headers=HEADERS)
+        return Reply(LogStream(events, first, self._http.heartbeat_s), headers=dict(HEADERS))
 
-    async def cancel(self, response_id: str) -> Response:
+    async def cancel(self, response_id: str) -> Reply:
         """End a background response; one that has ended stays as it is."""
         run = self._background.get(response_id)
         if run is not None:
             run.cancel()
             await run.ended.wait()
-            return _json(run.snapshot())
+            return json_reply(run.snapshot())
         kept = self._store.get(response_id)
         if not kept.background:
             raise InvalidRequest(
@@ -215,9 +213,9 @@ class ResponseRoutes:
                 " connection",
                 param="response_id",
             )
-        return Response(kept.raw, content_type=JSON)
+        return Reply(kept.raw)
 
-    async def delete(self, response_id: str) -> Response:
+    async def delete(self, response_id: str) -> Reply:
         """Forget a response, ending its work if it is still made."""
         run = self._background.get(response_id)
         if run is not None:
@@ -226,9 +224,9 @@ class ResponseRoutes:
         else:
             self._store.get(response_id)
         self._store.discard(response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_reply({"id": response_id, "object": "response", "deleted": True})
 
-    async def input_items(self, response_id: str) -> Response:
+    async def input_items(self, response_id: str) -> Reply:
         """The items a response was made from, those of the conversation before it included."""
         run = self._background.get(response_id)
         turn = (run if run is not None else self._store.get(response_id)).turn
@@ -242,7 +240,7 @@ class ResponseRoutes:
             items = items[ids.index(after) + 1 :]
         limit = _number("limit", DEFAULT_LISTED, low=1, high=MAX_LISTED)
         page = items[:limit]
-        return _json(
+        return json_reply(
             {
                 "object": "list",
                 "data": page,
@@ -288,7 +286,3 @@ def _number(name: str, default: int, *, low: int = 0, high: int = 2**31) -> int:
     if not low <= int(text) <= high:
         raise InvalidRequest(f"{name} must lie between {low} and {high}, not {text}", param=name)
     return int(text)
-
-
-def _json(body: Any) -> Response:
-    return Response(orjson.dumps(body), content_type=JSON)

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import attrs
 import orjson
 import trio
-from quart import Response
 
 from trioserve.http.asgi import App
 from trioserve.http.fields import Fields, decode_object
 from trioserve.http.generation import GenerationService
 from trioserve.http.prompt_fields import read_messages
 from trioserve.http.refused import CHAT_NEUTRAL
+from trioserve.http.reply import Reply
 from trioserve.http.sampling_fields import Rules
 from trioserve.http.schema import read_chat_kwargs, read_chat_template
 
@@ -125,8 +125,8 @@ def parse_detokenize(raw: bytes) -> DetokenizeRequest:
 def register(app: App) -> None:
     """Add the routes."""
     routes = TokenRoutes(GenerationService(app.context))
-    app.add_url_rule("/tokenize", view_func=routes.tokenize, methods=["POST"])
-    app.add_url_rule("/detokenize", view_func=routes.detokenize, methods=["POST"])
+    app.add_prompt_route("/tokenize", "tokenize", routes.tokenize)
+    app.add_prompt_route("/detokenize", "detokenize", routes.detokenize)
 
 
 class TokenRoutes:
@@ -136,7 +136,7 @@ class TokenRoutes:
         self._service = service
         self._engine = service.context.engine
 
-    async def tokenize(self) -> Response:
+    async def tokenize(self) -> Reply:
         """The token ids of a text, or of a chat as the model gets it."""
         call = self._service.open()
         http = self._service.context.config.http
@@ -154,7 +154,7 @@ class TokenRoutes:
         }
         return call.respond(orjson.dumps(answer))
 
-    async def detokenize(self) -> Response:
+    async def detokenize(self) -> Reply:
         """The text of token ids."""
         call = self._service.open()
         body = await call.read(parse_detokenize)

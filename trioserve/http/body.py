@@ -1,0 +1,67 @@
+"""The body of a request while it arrives."""
+
+from __future__ import annotations
+
+import math
+
+import trio
+from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
+
+
+class RequestBody:
+    """Fed by the connection, which never waits for it; read by one task.
+
+    Args:
+        max_bytes: a longer one is dropped as soon as that is known.
+        timeout_s: how long a reader waits for the rest.
+        announced: its length as the head tells it, if it does.
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float = math.inf, announced: int = 0) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self._too_large = announced > max_bytes
+        self._complete = False
+        self._wake: trio.Event | None = None
+
+    def append(self, data: bytes) -> None:
+        """Take in the next piece."""
+        self._num_bytes += len(data)
+        if self._too_large:
+            return
+        if self._num_bytes > self._max_bytes:
+            self._too_large = True
+            self._pieces.clear()
+            self._tell()
+        else:
+            self._pieces.append(data)
+
+    def end(self) -> None:
+        """All of it was given."""
+        self._complete = True
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    async def read(self) -> bytes:
+        """All of it, once. A checkpoint only if it has to be waited for. Cancellation loses
+        nothing.
+
+        Raises:
+            RequestEntityTooLarge: it is longer than ``max_bytes``, or says so.
+            RequestTimeout: it was not complete in time.
+        """
+        if not self._complete and not self._too_large:
+            self._wake = trio.Event()
+            with trio.move_on_after(self._timeout_s) as waiting:
+                await self._wake.wait()
+            if waiting.cancelled_caught:
+                raise RequestTimeout
+        if self._too_large:
+            raise RequestEntityTooLarge
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
