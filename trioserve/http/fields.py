@@ -31,6 +31,7 @@ MAX_QUOTES = 200_000  # up to here it is worth to look whether those are inside 
 SMALL_BODY_BYTES = 4096  # read twice without a thought
 
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_PLAIN_TEXT = re.compile(rb'"([^"]*)"(\s*:)?')  # in what has no backslash: each, and if a key
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_SHOWN
 
@@ -57,7 +58,8 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         raise InvalidBody([("", f"the body has {len(body)} fields; {MAX_FIELDS} are the most")])
     is_flat = num_nested <= MAX_DEPTH
     if is_flat and len(raw) <= SMALL_BODY_BYTES:
-        _refuse_twice_given_keys(raw)
+        if not _has_each_key_once(raw):
+            _refuse_twice_given_keys(raw)
     else:
         num_keys = len(body) if is_flat and raw.count(b"{") == 1 else _num_keys(body)
         # Whatever follows a key's last quote is here; what is inside texts is counted as well.
@@ -109,6 +111,14 @@ def _num_keys(body: dict[str, Any]) -> int:
             inner += [item for item in items if type(item) is dict or type(item) is list]
         level = inner
     return num_keys
+
+
+def _has_each_key_once(raw: bytes) -> bool:
+    """Whether that can be seen at a glance in what is valid JSON; else the keys must be read."""
+    if b"\\" in raw:
+        return False
+    keys = [name for name, colon in _PLAIN_TEXT.findall(raw) if colon]
+    return len(keys) == len(set(keys))
 
 
 def _refuse_twice_given_keys(raw: bytes) -> None:
