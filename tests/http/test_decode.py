@@ -50,7 +50,7 @@ def reference(raw: bytes) -> Any:
     return json.loads(raw, object_pairs_hook=pairs)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(inner=written(), long=st.booleans())
 def test_decoding_agrees_with_the_definition(inner: str, long: bool) -> None:
     raw = f'{{"a": {inner}, "pad": "{PAD if long else ""}"}}'.encode()

@@ -89,7 +89,7 @@ def encode(body: Any) -> bytes:
     return json.dumps(body).encode(errors="surrogatepass")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(body=st.one_of(bodies, good_bodies, values), raw=st.one_of(st.none(), st.binary()))
 def test_api_10_fuzz_parsers(body: Any, raw: bytes | None) -> None:
     for parse in (parse_completion, parse_chat):
@@ -110,7 +110,7 @@ def test_api_10_fuzz_parsers(body: Any, raw: bytes | None) -> None:
 async def test_api_10_fuzz_server(path: str) -> None:
     samples: list[bytes] = []
 
-    @settings(max_examples=120, deadline=None, database=None)
+    @settings(max_examples=120, database=None)
     @given(body=st.one_of(bodies, good_bodies))
     def collect(body: Any) -> None:
         samples.append(encode(body))
@@ -150,7 +150,7 @@ async def test_api_10_fuzz_raw_bytes_in_place_of_a_value(path: str) -> None:
     samples: list[bytes] = []
     body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=150, database=None)
     @given(
         name=st.sampled_from(NAMES), raw=hostile, after=st.sampled_from([b"", b"}", b" 1", b","])
     )
@@ -173,7 +173,7 @@ async def test_api_10_fuzz_heads() -> None:
     """Methods, media types and bodies that do not belong together."""
     samples: list[tuple[str, str, dict[str, str], bytes | None]] = []
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=150, database=None)
     @given(
         method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "X"]),
         path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/none", "/", "//"]),

@@ -105,7 +105,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], int]:
     return "/v1/completions", body, fields["n"] * len(prompts)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(request=requests(), usage=st.sampled_from(["none", "last", "all"]), data=st.data())
 def test_api_07_joined_stream_is_the_whole_answer(
     request: tuple[str, dict[str, Any], int], usage: str, data: st.DataObject

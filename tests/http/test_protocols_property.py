@@ -73,7 +73,7 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if not name.endswith("_at")}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(deltas=scripts())
 def test_api_14_streamed_and_whole_answers_agree(deltas: list[TextDelta]) -> None:
     async def compare() -> None:
@@ -140,7 +140,7 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(body=bodies)
 def test_api_10_fuzz_parsers(body: Any) -> None:
     raw = json.dumps(body).encode(errors="surrogatepass")
@@ -159,7 +159,7 @@ def test_api_10_fuzz_parsers(body: Any) -> None:
 async def test_api_10_fuzz_server() -> None:
     samples: list[bytes] = []
 
-    @settings(max_examples=40, deadline=None, database=None)
+    @settings(max_examples=40, database=None)
     @given(body=bodies)
     def collect(body: Any) -> None:
         samples.append(json.dumps(body).encode(errors="surrogatepass"))

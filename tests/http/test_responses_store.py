@@ -88,7 +88,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(actions, st.integers(0, 6), st.integers(0, 20_000))
 def test_agrees_with_a_naive_store(
     steps: list[tuple[str, int, int | None, int]], most: int, most_bytes: int

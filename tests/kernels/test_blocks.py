@@ -43,7 +43,7 @@ def products(team) -> PanelProduct:
     return PanelProduct(team)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     bits=st.sampled_from([Q4, Q8]),
     rows=st.one_of(st.integers(1, 14), st.sampled_from([65, 130])),

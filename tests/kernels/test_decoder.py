@@ -30,7 +30,7 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.one_of(st.integers(1, 14), st.sampled_from([65, 130])),
     inputs=st.one_of(st.integers(1, 70), st.sampled_from([32, 288, 511, 512, 513, 1088, 1100])),

@@ -98,7 +98,7 @@ def expected(batch, shape, query, keys, values):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=shapes, rows=st.lists(row, min_size=1, max_size=5))
 def test_equals_float64(make_batch, name, shape, rows):
     batch = make_batch(rows, shape["block_size"])

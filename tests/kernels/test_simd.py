@@ -77,7 +77,7 @@ def test_exp_at_its_ends(exp):
     assert math.isclose(exp([-87.0])[0], math.exp(-87.0), rel_tol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 20),
     k=st.integers(1, 70),

@@ -516,7 +516,7 @@ TEXTS = st.text(
     wait=st.floats(0, 1e300),
     threads=st.just("auto") | st.integers(1, 2**62),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_printed_configuration_loads_back_to_itself(
     tmp_path_factory: pytest.TempPathFactory, **values: Any
 ) -> None:

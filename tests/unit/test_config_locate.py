@@ -182,7 +182,7 @@ def first_lines(text: str) -> dict[Path, int]:
 
 
 @given(documents())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_finds_every_key_on_its_line(document: tuple[str, dict[Path, int]]) -> None:
     text, written = document
     found = first_lines(text)
@@ -192,7 +192,7 @@ def test_finds_every_key_on_its_line(document: tuple[str, dict[Path, int]]) -> N
 
 
 @given(documents(), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_cut_document_keeps_the_lines_before_the_cut(
     document: tuple[str, dict[Path, int]], data: st.DataObject
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_cut_document_keeps_the_lines_before_the_cut(
 
 
 @given(st.text(alphabet="ab.=[]{}'\"#,\\\n 1", max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_ends_and_agrees_with_tomllib_where_that_reads_it(text: str) -> None:
     found = first_lines(text)
     try:

@@ -66,7 +66,7 @@ def runners():
 
 
 @pytest.mark.parametrize("weights", ["fp16", "int8"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     num_blocks=st.sampled_from([14, 20, 40, 120]),
     max_num_seqs=st.integers(1, 8),

@@ -33,7 +33,7 @@ RULES = SamplingParams(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     num_rows=st.integers(1, 20),
     vocab_size=st.integers(1, 200),

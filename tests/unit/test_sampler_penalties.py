@@ -25,7 +25,7 @@ def as_dict(counts: TokenCounts) -> dict[int, float]:
     return dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, derandomize=True, database=None)
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), max_size=100),
     actions=st.lists(st.none() | st.integers(0, VOCAB - 1), max_size=300),

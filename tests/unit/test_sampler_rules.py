@@ -62,7 +62,7 @@ def expected_of(logits: Tensor, row: dict[str, Any]) -> np.ndarray:
     return reference_logits(logits, **row, end_ids=[EOS])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, derandomize=True, database=None)
 @given(st.lists(sequences(), min_size=1, max_size=6), st.integers(0, 2**32), st.data())
 def test_logits_are_the_reference_and_can_be_restored(
     rows: list[dict[str, Any]], seed: int, data: st.DataObject
@@ -97,7 +97,7 @@ def test_logits_are_the_reference_and_can_be_restored(
     assert torch.equal(logits, raw)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, derandomize=True, database=None)
 @given(st.lists(sequences(), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_greedy_takes_the_best_of_the_reference(rows: list[dict[str, Any]], seed: int) -> None:
     logits = make_logits(len(rows), VOCAB, seed)
@@ -114,7 +114,7 @@ def test_greedy_takes_the_best_of_the_reference(rows: list[dict[str, Any]], seed
             assert result.invalid
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, derandomize=True, database=None)
 @given(
     row=sequences(),
     seed=st.integers(0, 2**32),

@@ -194,7 +194,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300, derandomize=True, database=None)
 @given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), ANYTHING, max_size=4))
 def test_whatever_comes_is_refused_or_reaches_the_worker(fields: dict[str, Any]) -> None:
     sampling = SamplingParams(**fields)

@@ -69,7 +69,6 @@ worker_logger = logging.getLogger("trioserve.worker")
 WORKER_LEVELS = {
     name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 }
-EVENT_BUFFER = 64
 MAX_BACKOFF_S = 30.0
 DIED = "the engine died under this request; it may be sent again"  # why is for the log
 EXIT_WAIT_S = 1.0  # between the end of the event pipe and the end of the process
@@ -392,12 +391,10 @@ class Incarnation:
         error: TrioserveError | None = None
         try:
             async with trio.open_nursery() as nursery:
-                send, receive = trio.open_memory_channel[Event](EVENT_BUFFER)
                 nursery.start_soon(self._write_commands, worker)
-                nursery.start_soon(self._read_events, worker, send)
                 nursery.start_soon(watch_worker, worker, self._config, self)
                 nursery.start_soon(self._until_closed, worker, nursery.cancel_scope)
-                await self._handle_events(receive)
+                await self._handle_events(worker)
                 raise await self._death(worker)
         except* TrioserveError as group:
             error = first_error(group)
@@ -459,22 +456,13 @@ class Incarnation:
             return not self._engine.paused
         return isinstance(command, Check | Control)
 
-    async def _read_events(self, worker: Worker, send: trio.MemorySendChannel[Event]) -> None:
-        """Pipe reader; closes the channel at the end of the pipe."""
-        async with send:
-            async for event in worker.events:
-                try:
-                    send.send_nowait(event)
-                except trio.WouldBlock:
-                    await send.send(event)
-
-    async def _handle_events(self, receive: trio.MemoryReceiveChannel[Event]) -> None:
-        """Engine task: the only place where events change the engine's state."""
-        async with receive:
-            async for event in receive:
-                self._progress_s = trio.current_time()
-                self.unanswered_s = None
-                self._handle(event)
+    async def _handle_events(self, worker: Worker) -> None:
+        """Engine task: the only place where events change the engine's state. Returns at the end of
+        the pipe. Cancellation loses nothing."""
+        async for event in worker.events:
+            self._progress_s = trio.current_time()
+            self.unanswered_s = None
+            self._handle(event)
 
     def _handle(self, event: Event) -> None:
         engine = self._engine

@@ -18,6 +18,7 @@ import trio
 
 from trioserve.errors import WorkerHandshakeError
 from trioserve.ipc.launch import Launched
+from trioserve.ipc.pipes import ReadPipe, WritePipe
 from trioserve.ipc.status_page import StatusReader, group_members
 
 _CLOSE_S = 0.5
@@ -143,8 +144,8 @@ def endpoints_of(launched: Launched) -> Endpoints:
     launched.take()
     return Endpoints(
         Process(launched.popen.pid, launched.pidfd, leads_group=True, popen=launched.popen),
-        trio.lowlevel.FdStream(launched.commands_fd),
-        trio.lowlevel.FdStream(launched.events_fd),
+        WritePipe(launched.commands_fd),
+        ReadPipe(launched.events_fd),
         trio.lowlevel.FdStream(launched.stderr_fd),
         launched.status,
         lambda: os.close(launched.lifeline_fd),
@@ -175,8 +176,8 @@ def adopt(
         leads_group = False
     return Endpoints(
         Process(pid, pidfd, leads_group),
-        trio.lowlevel.FdStream(commands_fd),
-        trio.lowlevel.FdStream(events_fd),
+        WritePipe(commands_fd),
+        ReadPipe(events_fd),
         None if stderr_fd is None else trio.lowlevel.FdStream(stderr_fd),
         status,
         lambda: os.close(lifeline_fd),
