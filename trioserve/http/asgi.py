@@ -145,6 +145,9 @@ class Sender(Protocol):
     async def end(self) -> None:
         """Send the end; not cancelled."""
 
+    async def whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send an answer whose body is there: the three in one; not cancelled."""
+
 
 class RequestConnection(TrioASGIHTTPConnection):
     """One request and its answer.
@@ -250,18 +253,15 @@ class RequestConnection(TrioASGIHTTPConnection):
         headers["X-Request-Id"] = state.id
         if self.app.context.stopping.is_set() and self.scope["http_version"].startswith("1"):
             headers["Connection"] = "close"
-        body = reply.body
-        if isinstance(body, bytes) and reply.status not in (204, 304):
-            headers["Content-Length"] = str(len(body))
-        await sender.start(
-            reply.status,
-            [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-        )
-        if not isinstance(body, bytes):
+        body, status = reply.body, reply.status
+        if isinstance(body, bytes):
+            if status not in (204, 304):
+                headers["Content-Length"] = str(len(body))
+            await sender.whole(status, _encoded(headers), body)
+        else:
+            await sender.start(status, _encoded(headers))
             await body.send_to(sender.write)
-        elif body:
-            await sender.write(body)
-        await sender.end()
+            await sender.end()
 
     def _account(self, state: RequestState, started: float) -> None:
         context = self.app.context
@@ -310,6 +310,17 @@ class _AsgiSender:
         # hypercorn posts the disconnect, which cancels this task, from inside this last send.
         with trio.CancelScope(shield=True):
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """As Sender's."""
+        await self.start(status, headers)
+        if body:
+            await self.write(body)
+        await self.end()
+
+
+def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
 
 def _announced(headers: Any) -> int:

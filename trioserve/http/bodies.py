@@ -9,13 +9,27 @@ import trio
 from werkzeug.http import parse_options_header
 
 from trioserve.http.errors import WrongMediaType
-from trioserve.http.fields import takes_long
+from trioserve.http.fields import SMALL_BODY_BYTES, takes_long
 from trioserve.http.reply import JSON
 from trioserve.http.request_state import RequestState
 
 MAX_LOGGED = 200  # characters of client-chosen names in a log line or header
 
 B = TypeVar("B")
+
+
+def read_small(state: RequestState, parse: Callable[[bytes], B]) -> B | None:
+    """A request's body, parsed, if it is here and small; else None, for ``read_body``.
+
+    Raises:
+        WrongMediaType: the body is not said to be JSON in UTF-8.
+        RequestEntityTooLarge: it is longer than is allowed.
+        RequestError: whatever ``parse`` raises.
+    """
+    if not state.body.is_here or state.body.num_bytes > SMALL_BODY_BYTES:
+        return None
+    _check_media_type(state)
+    return parse(_noted(state, state.body.take()))
 
 
 async def read_body(
@@ -31,12 +45,16 @@ async def read_body(
         RequestError: whatever ``parse`` raises.
     """
     _check_media_type(state)
-    raw = await state.body.read()
-    if state.record is not None:
-        state.record.take_body(raw)
+    raw = _noted(state, await state.body.read())
     if not takes_long(raw):
         return parse(raw)
     return await trio.to_thread.run_sync(parse, raw, abandon_on_cancel=True, limiter=threads)
+
+
+def _noted(state: RequestState, raw: bytes) -> bytes:
+    if state.record is not None:
+        state.record.take_body(raw)
+    return raw
 
 
 def _check_media_type(state: RequestState) -> None:

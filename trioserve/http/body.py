@@ -11,6 +11,9 @@ from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
 class RequestBody:
     """Fed by the connection, which never waits for it; read by one task.
 
+    Attributes:
+        num_bytes: that have come.
+
     Args:
         max_bytes: a longer one is dropped as soon as that is known.
         timeout_s: how long a reader waits for the rest.
@@ -21,17 +24,17 @@ class RequestBody:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._pieces: list[bytes] = []
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._too_large = announced > max_bytes
         self._complete = False
         self._wake: trio.Event | None = None
 
     def append(self, data: bytes) -> None:
         """Take in the next piece."""
-        self._num_bytes += len(data)
+        self.num_bytes += len(data)
         if self._too_large:
             return
-        if self._num_bytes > self._max_bytes:
+        if self.num_bytes > self._max_bytes:
             self._too_large = True
             self._pieces.clear()
             self._tell()
@@ -47,6 +50,22 @@ class RequestBody:
         if self._wake is not None:
             self._wake.set()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it has come, or what says that it is refused."""
+        return self._complete or self._too_large
+
+    def take(self) -> bytes:
+        """All of it, once; only when it ``is_here``.
+
+        Raises:
+            RequestEntityTooLarge: it is longer than ``max_bytes``, or says so.
+        """
+        if self._too_large:
+            raise RequestEntityTooLarge
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     async def read(self) -> bytes:
         """All of it, once. A checkpoint only if it has to be waited for. Cancellation loses
         nothing.
@@ -55,13 +74,10 @@ class RequestBody:
             RequestEntityTooLarge: it is longer than ``max_bytes``, or says so.
             RequestTimeout: it was not complete in time.
         """
-        if not self._complete and not self._too_large:
+        if not self.is_here:
             self._wake = trio.Event()
             with trio.move_on_after(self._timeout_s) as waiting:
                 await self._wake.wait()
             if waiting.cancelled_caught:
                 raise RequestTimeout
-        if self._too_large:
-            raise RequestEntityTooLarge
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self.take()

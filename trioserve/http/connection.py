@@ -186,6 +186,34 @@ class H11Only(H11Protocol):
                 self.exchange.write = None
             await super().stream_send(event)
 
+    async def send_whole(
+        self, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """Send a response whose body is there, and be ready for the next request: as ``Response``,
+        ``Body``, ``EndBody`` and ``StreamClosed`` do, at a third of their cost."""
+        try:
+            data = self._head_of(status, [*headers, *self.config.response_headers("h11")])
+            if body:
+                data += self.connection.send(h11.Data(data=body)) or b""
+            data += self.connection.send(h11.EndOfMessage()) or b""
+        except h11.LocalProtocolError:
+            if self.connection.their_state is not h11.ERROR:
+                raise
+        else:
+            await self.send(RawData(data))
+        await self._maybe_recycle()
+
+    def _head_of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+        if self.connection.their_state is h11.SEND_BODY:
+            # An answer before the body's end closes the connection: a client that is not told would
+            # send its next request into it.
+            headers = [pair for pair in headers if pair[0] != b"connection"]
+            headers.append((b"connection", b"close"))
+        # hypercorn gives no reason, and people read them in logs.
+        reason = _REASONS.get(status, b"")
+        response = h11.Response(status_code=status, headers=headers, reason=reason)
+        return self.connection.send(response) or b""
+
     async def _write_chunk(self, data: bytes) -> None:
         # What h11 makes of a Data event under chunked transfer coding, without its state machine:
         # a Data event changes no state. An empty chunk would be the last one.
@@ -194,27 +222,14 @@ class H11Only(H11Protocol):
         await self.send(RawData(b"%b%x\r\n%b\r\n" % (held, len(data), data)))
 
     async def _send_h11_event(self, event: Any) -> None:
-        if isinstance(event, h11.Response) and self.connection.their_state is h11.SEND_BODY:
-            # An answer before the body's end closes the connection: a client that is not told would
-            # send its next request into it.
-            event = h11.Response(
-                status_code=event.status_code,
-                headers=[
-                    *(pair for pair in event.headers if pair[0] != b"connection"),
-                    (b"connection", b"close"),
-                ],
-            )
-        if isinstance(event, h11.Response):
-            # hypercorn gives none, and people read them in logs; a copy would cost more.
-            object.__setattr__(event, "reason", _REASONS.get(event.status_code, b""))
         try:
+            if isinstance(event, h11.Response):
+                self._held = self._head_of(event.status_code, list(event.headers))
+                return
             data = self.connection.send(event)
         except h11.LocalProtocolError:
             if self.connection.their_state is not h11.ERROR:
                 raise
-            return
-        if isinstance(event, h11.Response):
-            self._held = data
             return
         held, self._held = self._held, b""
         if held or data:

@@ -112,9 +112,7 @@ class DirectStream:
             assert isinstance(body, bytes)
             length = b"%d" % len(body)
             head = [(b"content-type", JSON.encode()), (b"content-length", length)]
-            await self.start(500, [*head, (b"connection", b"close")])
-            await self.write(body)
-            await self.end()
+            await self.whole(500, [*head, (b"connection", b"close")], body)
         else:
             self._ended = True
             await self._protocol.stream_send(StreamClosed(stream_id=STREAM_ID))
@@ -143,6 +141,13 @@ class DirectStream:
         self._ended = True  # first: what follows lets the client's leaving be seen
         await self._protocol.stream_send(EndBody(stream_id=STREAM_ID))
         await self._protocol.stream_send(StreamClosed(stream_id=STREAM_ID))
+
+    async def whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """As Sender's."""
+        self._status, self._ended = status, True
+        if suppress_body(self._method, status):
+            body = b""
+        await self._protocol.send_whole(status, headers, body)
 
 
 def direct_stream(protocol: H11Only, app: App, exchange: Exchange) -> Any:

@@ -19,7 +19,7 @@ from trioserve.engine.api import EngineApi, Phase, RequestStream, TextDelta, Tok
 from trioserve.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from trioserve.http.answer_size import check_num_logprobs
 from trioserve.http.asgi import AppContext
-from trioserve.http.bodies import printable_names, read_body
+from trioserve.http.bodies import printable_names, read_body, read_small
 from trioserve.http.errors import InvalidBody, unknown_model
 from trioserve.http.fields import MAX_FAULTS, MAX_SHOWN
 from trioserve.http.fingerprint import system_fingerprint
@@ -171,9 +171,11 @@ class GenerationCall:
         Raises:
             RequestError: the body is refused, its model is not served, or what ended the request.
         """
-        body = await self.run(
-            functools.partial(read_body, self._state, parse, self._context.parsing)
-        )
+        self._opened.check()
+        body = read_small(self._state, parse)  # most are, and a wait costs more than that
+        if body is None:
+            read = functools.partial(read_body, self._state, parse, self._context.parsing)
+            body = await self.run(read)
         self._state.exchange.declare(streams=body.stream)
         limits = self._service.limits.at_most(Limits(body.timeout_s, body.queue_timeout_s))
         if limits.any:
