@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
+import select
+import termios
 from collections.abc import Iterator
 
 import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
+from trioserve.ipc.framing import MalformedFrame
+from trioserve.ipc.messages import Work
 from trioserve.ipc.pipes import ReadPipe, WritePipe
+from trioserve.ipc.streams import FrameReader, FrameWriter
+from trioserve.sampling_params import SamplingParams
 
 FULL = 1 << 20  # more than any pipe holds
 
@@ -135,3 +143,60 @@ async def test_without_a_reader_the_pipe_is_broken(ends: tuple[int, int]) -> Non
     with pytest.raises(trio.BrokenResourceError):
         await writer.send_all(b"x")
     await writer.aclose()
+
+
+# --------------------------------------------------------------------- a frame without a turn
+
+
+def work(num_tokens: int = 3, id: int = 1) -> Work:
+    return Work(id, [7] * num_tokens, SamplingParams(), 0, 0, "")
+
+
+async def test_a_small_message_goes_out_at_once_or_not_at_all(ends: tuple[int, int]) -> None:
+    reader: FrameReader[Work] = FrameReader(ReadPipe(ends[0]), Work)
+    pipe = WritePipe(ends[1])
+    writer = FrameWriter(pipe)
+    assert writer.try_send(work())
+    assert await reader.__anext__() == work()
+    assert not writer.try_send(work(num_tokens=5000))  # the kernel might take a part of it
+    while pipe.try_write(bytes(select.PIPE_BUF)):
+        pass
+    assert not writer.try_send(work())  # there is no room
+    while os.read(ends[0], FULL) and num_unread(ends[0]):
+        pass
+    assert writer.try_send(work(id=2))
+    assert (await reader.__anext__()).id == 2
+    await writer.aclose()
+    assert not writer.try_send(work())
+    await reader.aclose()
+
+
+async def test_nothing_goes_between_the_parts_of_a_message(ends: tuple[int, int]) -> None:
+    reader: FrameReader[Work] = FrameReader(ReadPipe(ends[0]), Work)
+    writer = FrameWriter(WritePipe(ends[1]))
+    long = work(num_tokens=FULL)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(writer.send, long)
+        await wait_all_tasks_blocked()
+        assert num_unread(ends[0])  # a part of it
+        assert not writer.try_send(work())
+        assert await reader.__anext__() == long
+    assert writer.try_send(work())
+    assert await reader.__anext__() == work()
+    await writer.aclose()
+    await reader.aclose()
+
+
+async def test_what_cannot_be_a_frame_is_left_to_send(ends: tuple[int, int]) -> None:
+    writer = FrameWriter(WritePipe(ends[1]))
+    wrong = Work(1 << 70, [1], SamplingParams(), 0, 0, "")
+    assert not writer.try_send(wrong)
+    with pytest.raises(MalformedFrame):
+        await writer.send(wrong)
+    await writer.aclose()
+
+
+def num_unread(fd: int) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, count)
+    return count[0]

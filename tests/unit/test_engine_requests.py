@@ -12,7 +12,7 @@ import trio.testing
 
 from trioserve.engine.api import Phase, TextDelta
 from trioserve.engine.engine import Engine
-from trioserve.engine.requests import RequestStream
+from trioserve.engine.requests import RequestStream, Sent
 from trioserve.engine.supervisor import DIED, open_engine
 from trioserve.errors import (
     ContextLengthExceeded,
@@ -307,3 +307,42 @@ async def test_prompt_scores_come_whole_whenever_a_read_is_cancelled(
         assert found == [(5, -1.0, 3), (6, -2.0, 1)]
         assert all(delta.prompt_logprobs is None for delta in rest)
         assert sum(len(delta.token_ids) for delta in [first, *rest]) == 2
+
+
+async def test_a_request_goes_out_at_once_unless_something_waits_before_it() -> None:
+    sent: list[Work] = []
+    takes = True
+
+    def try_send(work: Work) -> bool:
+        sent.append(work)
+        return takes
+
+    async def script(fake: FakeWorker) -> None:
+        await become_ready(fake)
+        await until_end(fake)
+
+    workers = Workers(script)
+    async with open_engine(make_config(), worker_factory=workers) as engine:
+        await engine.wait_ready()
+        own, engine.try_send = engine.try_send, try_send
+        assert own is not None
+        first = engine.submit([1, 2], GREEDY)
+        assert isinstance(first, RequestStream)
+        assert sent == [first.work]
+        assert (first.sent, list(engine._commands)) == (Sent.SENT, [])
+
+        takes = False  # the pipe is full
+        second = engine.submit([1, 2], GREEDY)
+        assert (second.sent, list(engine._commands)) == (Sent.QUEUED, [second.work])
+        assert len(sent) == 2
+        third = engine.submit([1, 2], GREEDY)  # must not overtake
+        assert len(sent) == 2
+        assert list(engine._commands) == [second.work, third.work]
+        await trio.testing.wait_all_tasks_blocked()
+        assert not engine._commands
+
+        first.close()  # its abort is to go out
+        takes = True
+        engine.submit([1, 2], GREEDY)
+        assert len(sent) == 2
+    assert engine.try_send is None

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -82,6 +82,7 @@ class Engine:
         self._requests: dict[int, RequestStream] = {}
         self._commands: deque[Command] = deque()
         self._commands_wake = trio.Event()
+        self.try_send: Callable[[Work], bool] | None = None  # the present worker's, if there is one
         self._aborts: set[int] = set()
         self._questions: dict[int, _Question] = {}
         self._paused = False
@@ -284,7 +285,11 @@ class Engine:
         )
         stream = RequestStream(work, self.tokenizer, self.abort)
         self._requests[work.id] = stream
-        self._send(work)
+        at_once = self.try_send if not (self._commands or self._aborts) else None
+        if at_once is not None and at_once(work):
+            stream.sent = Sent.SENT
+        else:
+            self._send(work)
         return stream
 
     @asynccontextmanager

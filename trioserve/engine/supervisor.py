@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -71,6 +72,7 @@ WORKER_LEVELS = {
 }
 MAX_BACKOFF_S = 30.0
 DIED = "the engine died under this request; it may be sent again"  # why is for the log
+SENT_AT_ONCE = 500  # tokens of a prompt; more do not fit into what a pipe takes in one piece
 EXIT_WAIT_S = 1.0  # between the end of the event pipe and the end of the process
 
 WorkerFactory = Callable[[Config], AbstractAsyncContextManager[Worker]]
@@ -394,10 +396,13 @@ class Incarnation:
                 nursery.start_soon(self._write_commands, worker)
                 nursery.start_soon(watch_worker, worker, self._config, self)
                 nursery.start_soon(self._until_closed, worker, nursery.cancel_scope)
+                self._engine.try_send = functools.partial(self._try_send, worker)
                 await self._handle_events(worker)
                 raise await self._death(worker)
         except* TrioserveError as group:
             error = first_error(group)
+        finally:
+            self._engine.try_send = None
         if isinstance(error, WorkerDied) and not self.ready:
             raise StartupError(self.stage, str(error)) from error  # a frame that cannot be read
         if error is not None:
@@ -438,8 +443,7 @@ class Incarnation:
             await self._ready.wait()
             while True:
                 command = await self._engine.next_command()
-                if self.unanswered_s is None and self._is_answered_soon(command):
-                    self.unanswered_s = trio.current_time()
+                self._note_sent(command)
                 try:
                     await worker.send(command)
                 except MalformedFrame as error:
@@ -449,6 +453,17 @@ class Incarnation:
                     self._engine.on_failed(WorkFailed(command.id, "invalid", str(error)))
         except trio.BrokenResourceError:
             await trio.sleep_forever()  # the worker is gone: the reader tells why
+
+    def _try_send(self, worker: Worker, work: Work) -> bool:
+        """Send a request without a turn of the loop, if it is small and nothing is in the way."""
+        sent = len(work.prompt_token_ids) <= SENT_AT_ONCE and worker.try_send(work)
+        if sent:
+            self._note_sent(work)
+        return sent
+
+    def _note_sent(self, command: Command) -> None:
+        if self.unanswered_s is None and self._is_answered_soon(command):
+            self.unanswered_s = trio.current_time()
 
     def _is_answered_soon(self, command: Command) -> bool:
         """Whether silence after it means that the worker is stuck."""

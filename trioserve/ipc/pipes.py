@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 
 import trio
 
@@ -72,6 +73,14 @@ class WritePipe(trio.abc.SendStream):
             raise _fault(error) from error
         if num_sent < len(data):
             await self._pipe.send_all(memoryview(data)[num_sent:])
+
+    def try_write(self, data: bytes) -> bool:
+        """Send at most ``select.PIPE_BUF`` bytes, all or none of them; whether they went out."""
+        assert len(data) <= select.PIPE_BUF, "the kernel may take a part of more"
+        try:
+            return os.write(self.fileno(), data) == len(data)
+        except OSError:
+            return False
 
     async def wait_send_all_might_not_block(self) -> None:
         """As the interface says. Cancellation changes nothing."""

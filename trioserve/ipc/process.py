@@ -99,6 +99,10 @@ class Worker:
         """
         await self._commands.send(command)
 
+    def try_send(self, command: Command) -> bool:
+        """Send one small command if that takes no wait; whether it went out."""
+        return self._commands.try_send(command)
+
     async def wait(self) -> int | None:
         """Wait for the end of the process; return ``returncode``. Cancelled: nothing has changed.
 

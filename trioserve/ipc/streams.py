@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections import deque
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from trioserve.ipc.framing import (
     encode,
     next_read,
 )
+from trioserve.ipc.pipes import WritePipe
 
 M = TypeVar("M")
 
@@ -88,6 +90,16 @@ class FrameWriter:
     def __init__(self, stream: trio.abc.SendStream) -> None:
         self._stream = stream
         self._in_frame = False
+
+    def try_send(self, message: msgspec.Struct) -> bool:
+        """Send one message if it is small and takes no wait; whether it went out, in whole."""
+        if self._in_frame or not isinstance(self._stream, WritePipe):
+            return False
+        try:
+            frame = encode(message)
+        except FrameError:
+            return False  # ``send`` says why
+        return len(frame) <= select.PIPE_BUF and self._stream.try_write(frame)
 
     async def send(self, message: msgspec.Struct) -> None:
         """Send one message. Cancelled: a part may have gone out, and no later send is accepted,
