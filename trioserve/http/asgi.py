@@ -4,7 +4,7 @@ quart-trio runs a request as two tasks and cancels the one that answers while hy
 inside the last send; and a body iterator that never starts never cleans up. Here a request is one
 task, the last send is not cancelled, and what a request holds lives on an ExitStack around all of
 it. Routes that take prompts are called directly: quart's way to a view costs more than a small
-answer (docs/decisions/0010-short-ways-through-the-front-end.md).
+answer (docs/decisions/0010).
 """
 
 from __future__ import annotations
