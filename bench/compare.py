@@ -38,6 +38,7 @@ from lib.client import (
     closed_loop,
     describe_server,
     make_request,
+    until_ready,
 )
 from lib.output import conditions, table, write_lines
 from lib.peers import ENGINES
@@ -164,10 +165,12 @@ def prompts_of(load: Load, seed: str) -> list[str]:
 def trioserve_server(options: list[str]) -> Iterator[tuple[Ask, float]]:
     port = free_port()
     began = time.perf_counter()
-    with server(options, dict(os.environ), port):
+    with server(options, dict(os.environ), port) as process:
         target = Target.of(f"http://127.0.0.1:{port}")
-        name, _ = trio.run(describe_server, target, READY_S)
-        yield over_http(target, name), time.perf_counter() - began
+        trio.run(until_ready, target, process, READY_S)
+        ready_s = time.perf_counter() - began
+        name, _ = trio.run(describe_server, target, 0.0)
+        yield over_http(target, name), ready_s
 
 
 def engine(text: str) -> tuple[str, str]:

@@ -23,13 +23,14 @@ from typing import Any
 
 import trio
 from attrs import define, field
-from lib.client import Target, get_json
+from lib.client import Target, until_ready
 from lib.misuse import COMPLETIONS, Client, post
 from lib.output import add_output_options, conditions, write_result
 from lib.proc import cpu_s_of_tree, own_bytes
 from lib.server import free_port, server
 
 PROBE_EVERY_S = 0.1  # as an orchestrator in a hurry
+READY_S = 120.0
 NUM_STREAMS = 4
 NUM_SLOW = 50
 NUM_IDLE = 5000
@@ -237,10 +238,7 @@ async def run_case(name: str, settings: list[str], args: argparse.Namespace) -> 
     target = Target.of(f"http://127.0.0.1:{port}")
     noticed = Noticed()
     with server([*(args.arguments or DEFAULT), *settings], None, port) as process:
-        while (await get_json(target, "/health/ready"))[0] != 200:
-            if process.poll() is not None:
-                raise SystemExit(f"overload: the server ended with code {process.returncode}")
-            await trio.sleep(0.1)
+        await until_ready(target, process, READY_S)
         async with trio.open_nursery() as nursery:
             for _ in range(NUM_STREAMS):
                 nursery.start_soon(watch_stream, target, noticed)
@@ -264,6 +262,7 @@ async def run_case(name: str, settings: list[str], args: argparse.Namespace) -> 
 
 
 async def main(args: argparse.Namespace) -> dict[str, Any]:
+    told = conditions()
     found: dict[str, Any] = {}
     faults: list[str] = []
     for name, (settings, _) in cases().items():
@@ -280,7 +279,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "baseline")}
     return {
         "bench": "overload",
-        "conditions": conditions(),
+        "conditions": told,
         "settings": settings,
         "verdict": "disturbed" if faults else "undisturbed",
         "faults": faults,

@@ -129,7 +129,7 @@ def add_up(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 async def main(args: argparse.Namespace) -> dict[str, Any]:
-    target = Target.of(args.base_url)
+    told, target = conditions(), Target.of(args.base_url)
     model, vocab_size = await describe_server(target, args.wait)
     high = args.vocab_size or vocab_size or COMMON_VOCABULARY
     workload = Workload(
@@ -163,7 +163,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "baseline")}
     return {
         "bench": "serve",
-        "conditions": conditions(),
+        "conditions": told,
         "settings": settings | {"model": workload.model, "prompts": workload.kind},
         "failures": failures,
         "median": median,

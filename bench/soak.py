@@ -18,7 +18,7 @@ from typing import Any
 
 import trio
 from attrs import asdict, define
-from lib.client import Target, get_json
+from lib.client import Target, get_json, until_ready
 from lib.misuse import KINDS, UNEXPECTED, Client, Limits, make_requests
 from lib.output import add_output_options, conditions, write_result
 from lib.proc import num_descriptors, own_bytes, tree_of
@@ -153,17 +153,14 @@ async def soak(target: Target, pid: int, args: argparse.Namespace) -> dict[str, 
 
 
 async def main(args: argparse.Namespace) -> dict[str, Any]:
-    port = free_port()
+    told, port = conditions(), free_port()
     target = Target.of(f"http://127.0.0.1:{port}")
     arguments = args.arguments or SIMULATED
     with server(arguments, None, port) as process, trio.fail_after(args.deadline):
-        while (await get_json(target, "/health/ready"))[0] != 200:
-            if process.poll() is not None:
-                raise SystemExit(f"soak: the server ended with exit code {process.returncode}")
-            await trio.sleep(0.1)
+        await until_ready(target, process, args.deadline)
         result = await soak(target, process.pid, args)
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "baseline")}
-    found = {"bench": "soak", "conditions": conditions(), "settings": settings}
+    found = {"bench": "soak", "conditions": told, "settings": settings}
     return found | {"verdict": "grows" if result["faults"] else "flat"} | result
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import subprocess
 import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from lib.answers import Exchange, Outcome, read_answer, read_response
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 POLL_S = 0.2
+START_POLL_S = 0.05  # each poll costs the starting server a little
 FIRST_WORDS = 16  # of the prompts that tell how a server counts
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # For servers that want text: in nearly every vocabulary each of these is one token with its blank.
@@ -270,6 +272,21 @@ async def describe_server(target: Target, wait_s: float) -> tuple[str, int | Non
     if status == 200 and startup and startup.get("info"):
         size = startup["info"]["vocab_size"]
     return model["id"], size
+
+
+async def until_ready(target: Target, process: subprocess.Popen[Any], wait_s: float) -> None:
+    """Return when a server that was started for this says that it is ready.
+
+    Raises:
+        SystemExit: it ended, or is not ready after ``wait_s``.
+    """
+    deadline = trio.current_time() + wait_s
+    while (await get_json(target, "/health/ready"))[0] != 200:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with exit code {process.returncode}")
+        if trio.current_time() >= deadline:
+            raise SystemExit(f"the server is not ready after {wait_s:g} s")
+        await trio.sleep(START_POLL_S)
 
 
 async def settle(

@@ -123,3 +123,19 @@ def num_descriptors(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return 0
+
+
+def processor_times() -> tuple[float, float, float]:
+    """Seconds so far: of all processors, of those in use or taken by the host, and of this process
+    and its children that have ended."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    ticks = os.sysconf("SC_CLK_TCK")
+    idle = fields[3] + fields[4]  # idle, and waiting for a device
+    times = os.times()
+    return (sum(fields) / ticks, (sum(fields) - idle) / ticks, sum(times[:4]))
+
+
+def foreign_share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """What others used of all processors between two of ``processor_times``, 0 to 1."""
+    whole, used, own = (later - earlier for earlier, later in zip(before, after, strict=True))
+    return min(1.0, max(0.0, (used - own) / whole)) if whole > 0 else 0.0

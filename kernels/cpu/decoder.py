@@ -244,6 +244,7 @@ class Decoder:
         self._layers = layers
         self._attention = attention
         self._threads, self._exact, self._tiles = team.threads, team.exact, team.tiles
+        self._byte_products = team.byte_products
         self._params = p = Params()
         first = layers[0]
         q_heads = attention.kv_heads * attention.group
@@ -324,7 +325,7 @@ class Decoder:
                 line["inputs"] = line["x_stride"] = packed.inputs
                 line["outputs"], line["panels"] = outputs, packed.count
                 line["panels_per_unit"] = max(1, packed.count // (self._threads * 8))
-                line["exact"] = self._exact
+                line["exact"], line["byte_products"] = self._exact, self._byte_products
                 line["threads"], line["add"] = self._threads, which in (OUTPUT, DOWN)
                 line["counter"] = self._counters[index, which].ctypes.data
 

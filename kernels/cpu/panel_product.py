@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from trioserve.kernels.cpu import amx, blocks, simd
+from trioserve.kernels.cpu import amx, blocks, digits, simd
 from trioserve.kernels.cpu.blocks import HALF, Q4_BYTES, Q8_BYTES
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks
 from trioserve.kernels.cpu.runtime import (
@@ -38,7 +38,7 @@ FEW_ROWS = 6  # beyond it, widening a panel once is quicker (measured: 12 rows 2
 _FIELDS = (
     *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
     *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add", "kind", "exact"),
-    *("split", "tiles"),
+    *("split", "tiles", "byte_products"),
 )
 
 
@@ -46,7 +46,8 @@ class Params(ctypes.Structure):
     """Addresses of float32 but for ``weight``, which is of ``kind``; the stride in elements;
     ``bias`` may be 0. With ``add`` the product is added to what ``out`` holds; with ``exact`` a
     row's result does not depend on how many rows there are, to the bit. ``split`` is where rows of
-    x are split for the tile unit, or 0 to do without it; ``tiles`` its configuration."""
+    x are split for the tile unit, or 0 to do without it; ``tiles`` its configuration. With
+    ``byte_products`` few rows times codes are computed in whole numbers."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
@@ -137,14 +138,7 @@ def _panel(p, panel, scratch):
         out = scratch + DEPTH * PANEL * 4
         stride, add = PANEL, 0
     if p.rows <= FEW_ROWS and p.exact == 0:
-        lines = p.inputs // BLOCK
-        if p.kind == Q4:
-            sums = scratch + (DEPTH + p.rows) * PANEL * 4
-            blocks.q4_product(p.rows, p.x, p.x_stride, weight, out, stride, lines, sums, add)
-        elif p.kind == Q8:
-            blocks.q8_product(p.rows, p.x, p.x_stride, weight, out, stride, lines, add)
-        else:
-            _half_product(p.rows, p.x, p.x_stride, weight, out, stride, p.inputs, add)
+        _few_rows(p, weight, out, stride, add, scratch + (DEPTH + p.rows) * PANEL * 4)
     elif on_tiles(p):
         _tile_panel(p, weight, out, stride, add, scratch)
     else:
@@ -158,6 +152,33 @@ def _panel(p, panel, scratch):
         _copy(p, first, width, out)
     if p.bias != 0:
         _add_bias(p, first, width)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _few_rows(p, weight, out, stride, add, prepared):
+    """FEW_ROWS at most against one panel; ``prepared`` is what ``_prepare_rows`` left."""
+    lines = p.inputs // BLOCK
+    if p.kind == HALF:
+        _half_product(p.rows, p.x, p.x_stride, weight, out, stride, p.inputs, add)
+    elif p.byte_products != 0:
+        if p.kind == Q4:
+            digits.q4_product(p.rows, prepared, weight, out, stride, lines, add)
+        else:
+            digits.q8_product(p.rows, prepared, weight, out, stride, lines, add)
+    elif p.kind == Q4:
+        blocks.q4_product(p.rows, p.x, p.x_stride, weight, out, stride, lines, prepared, add)
+    else:
+        blocks.q8_product(p.rows, p.x, p.x_stride, weight, out, stride, lines, add)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _prepare_rows(p, prepared):
+    """What ``_few_rows`` needs of x beside x itself: the integers, or sums of blocks."""
+    lines = p.inputs // BLOCK
+    if p.kind != HALF and p.byte_products != 0:
+        digits.write_rows(p.kind, p.rows, p.x, p.x_stride, lines, prepared)
+    elif p.kind == Q4:
+        blocks.block_sums(p.rows, p.x, p.x_stride, lines, prepared)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -225,9 +246,8 @@ def _add_bias(p, first, width):
 def product_share(p, thread):
     """One thread's panels, taken as they come."""
     scratch = p.scratch + thread * p.scratch_stride
-    if p.kind == Q4 and p.rows <= FEW_ROWS and p.exact == 0:
-        sums = scratch + (DEPTH + p.rows) * PANEL * 4
-        blocks.block_sums(p.rows, p.x, p.x_stride, p.inputs // BLOCK, sums)
+    if p.rows <= FEW_ROWS and p.exact == 0:
+        _prepare_rows(p, scratch + (DEPTH + p.rows) * PANEL * 4)
     tiled = on_tiles(p)
     if tiled:
         _split_rows(p, thread)
@@ -295,6 +315,7 @@ class PanelProduct:
         p.threads = team.threads
         p.counter = ctypes.addressof(self._counter)
         p.exact = team.exact
+        p.byte_products = team.byte_products
         self._tiles = team.tiles
         self._max_rows = self._max_inputs = 0
 
@@ -337,11 +358,11 @@ class PanelProduct:
 
 
 def scratch_bytes(rows: int, inputs: int) -> int:
-    """Scratch of one thread: part of a panel widened, a panel's outputs, and sums of blocks or
-    what the tile unit needs."""
-    sums = min(rows, FEW_ROWS) * (inputs // BLOCK) * 4
+    """Scratch of one thread: part of a panel widened, a panel's outputs, and what is prepared of
+    few rows or what the tile unit needs."""
+    records = min(rows, FEW_ROWS) * (inputs // BLOCK) * digits.RECORD
     tiles = amx.ROWS * PANEL * 4 + TILE_DEPTH // amx.DEPTH * amx.GROUP_BYTES
-    return (DEPTH + rows) * PANEL * 4 + -(-max(sums, tiles) // LINE) * LINE + LINE
+    return (DEPTH + rows) * PANEL * 4 + -(-max(records, tiles) // LINE) * LINE + LINE
 
 
 def split_bytes(rows: int, inputs: int) -> int:

@@ -64,9 +64,11 @@ class Team:
         exact: whether what a token gets must be the same to the bit whatever is computed beside it.
         tiles: use the processor's tile unit if there is one. ``exact`` does without: few rows go to
             the vector unit, whose digits are others.
+        byte_products: use the processor's products of bytes if there are any; not with ``exact``.
 
     Attributes:
         tiles: the configuration of the tile unit, or None.
+        byte_products: whether few rows times codes are computed in whole numbers.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class Team:
         *,
         exact: bool = False,
         tiles: bool = True,
+        byte_products: bool = True,
     ) -> None:
         address = _symbol_address("GOMP_parallel")
         self.threads = threads if address else 1
         self.exact = exact
         self.tiles = _tile_unit() if tiles and not exact else None
+        self.byte_products = byte_products and not exact and _has_byte_products()
         self._cache = cache
         self.num_compiled = 0
         self.num_loaded = 0
@@ -117,9 +121,11 @@ class Team:
     def describe(self) -> str:
         """For the log: where the kernels came from and what runs them."""
         threads = "torch's OpenMP" if self._parallel is not None else "no OpenMP found"
+        units = [", tile unit"] if self.tiles is not None else []
+        units += [", byte products"] if self.byte_products else []
         return (
             f"{self.num_compiled} kernels compiled, {self.num_loaded} from the cache; "
-            f"{self.threads} threads, {threads}{', tile unit' if self.tiles is not None else ''}"
+            f"{self.threads} threads, {threads}{''.join(units)}"
         )
 
     def run(self, kernel: Kernel, params: ctypes.Structure, threads: int) -> None:
@@ -206,6 +212,12 @@ def _tile_unit() -> np.ndarray | None:
     from trioserve.kernels.cpu import amx  # which imports this module
 
     return amx.configuration() if amx.allow() else None
+
+
+def _has_byte_products() -> bool:
+    from trioserve.kernels.cpu import digits  # which imports this module
+
+    return digits.PRESENT
 
 
 def _symbol_address(name):

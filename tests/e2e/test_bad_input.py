@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from .server import running, start
+from .server import Server, running, start
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,12 +114,9 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_st_04_a_broken_model_is_named_before_a_worker_exists(tmp_path: Path, case: str) -> None:
-    breaks, named = CASES[case]
-    model = make_model(tmp_path / "model")
-    breaks(model)
-    server = start(tmp_path, model={"source": str(model)})
+def refused(tmp_path: Path, source: str, named: str) -> Server:
+    """A server that ended because of its model, with one line that says ``named``."""
+    server = start(tmp_path, model={"source": source})
     try:
         assert server.wait(20) == 5, server.log
     finally:
@@ -127,6 +124,15 @@ def test_st_04_a_broken_model_is_named_before_a_worker_exists(tmp_path: Path, ca
         server.process.wait()
     assert named in server.last_line, server.log
     assert "Traceback" not in server.log
+    return server
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_st_04_a_broken_model_is_named_before_a_worker_exists(tmp_path: Path, case: str) -> None:
+    breaks, named = CASES[case]
+    model = make_model(tmp_path / "model")
+    breaks(model)
+    server = refused(tmp_path, str(model), named)
     assert "spawn" not in server.log
 
 
@@ -144,14 +150,7 @@ def test_st_04_a_broken_model_is_named_before_a_worker_exists(tmp_path: Path, ca
 )
 def test_st_04_a_wrong_source_is_named(tmp_path: Path, source: str, named: str) -> None:
     make_model(tmp_path / "model")
-    server = start(tmp_path, model={"source": source.replace("{tmp}", str(tmp_path))})
-    try:
-        assert server.wait(20) == 5, server.log
-    finally:
-        server.process.kill()
-        server.process.wait()
-    assert named in server.last_line, server.log
-    assert "Traceback" not in server.log
+    refused(tmp_path, source.replace("{tmp}", str(tmp_path)), named)
 
 
 def test_the_tiny_model_works_when_nobody_breaks_it(tmp_path: Path) -> None:

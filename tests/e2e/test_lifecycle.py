@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import signal
 import socket
 import subprocess
@@ -18,6 +15,7 @@ import httpx
 import pytest
 
 from .server import Server, free_port, running, start, write_config
+from .terminal import until_interrupted
 
 SIMULATED: dict[str, dict[str, Any]] = {
     "model": {"source": "random:llama?num_layers=1&hidden_size=32"},
@@ -355,38 +353,10 @@ def test_an_inherited_descriptor_is_served(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- terminal
 
 
-ON_TERMINAL = """
-import fcntl, os, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, "-m", "trioserve", "run", sys.argv[1]])
-"""
-
-
 def test_on_a_terminal_ctrl_c_ends_it_and_leaves_the_cursor(tmp_path: Path) -> None:
     config = write_config(tmp_path, **simulated(http={"port": free_port()}))
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", ON_TERMINAL, str(config)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-    )
-    os.close(theirs)
-    screen = b""
-    try:
-        while b"ready after" not in screen:
-            screen += os.read(ours, 65536)
-        os.write(ours, b"\x03")  # the terminal sends SIGINT to the whole foreground group
-        with contextlib.suppress(OSError):  # how a terminal says that everybody has left
-            while data := os.read(ours, 65536):
-                screen += data
-        assert process.wait(10) == 0, screen.decode()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    run = ("-m", "trioserve", "run", str(config))
+    screen = until_interrupted(run, lambda screen: b"ready after" in screen)
     assert "▸".encode() in screen  # the live tree was drawn
     assert b"Traceback" not in screen
     assert screen.rfind(b"\x1b[?25h") >= screen.rfind(b"\x1b[?25l")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import pty
 import re
 import signal
 import socket
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 from .server import Server, free_port, running, start
+from .terminal import until_interrupted
 
 TOP = [sys.executable, "-P", "-m", "trioserve", "top"]
 SIMULATED: dict[str, dict[str, Any]] = {
@@ -166,37 +165,9 @@ def test_a_slip_ends_with_2(args: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr
 
 
-ON_TERMINAL = """
-import fcntl, os, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, "-P", "-m", "trioserve", "top", *sys.argv[1:]])
-"""
-
-
 def test_on_a_terminal_it_redraws_and_ctrl_c_leaves_the_cursor(server: Server) -> None:
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", ON_TERMINAL, server.url, "--interval", "0.2"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-    )
-    os.close(theirs)
-    screen = b""
-    try:
-        while screen.count(b"requests") < 3:
-            screen += os.read(ours, 65536)
-        os.write(ours, b"\x03")
-        with contextlib.suppress(OSError):  # how a terminal says that everybody has left
-            while data := os.read(ours, 65536):
-                screen += data
-        assert process.wait(10) == 0, screen.decode()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    top = (*TOP[1:], server.url, "--interval", "0.2")
+    screen = until_interrupted(top, lambda screen: screen.count(b"requests") >= 3)
     assert b"random-llama: ready" in screen
     assert b"\x1b[1A" in screen  # went back up to draw over it
     assert b"Traceback" not in screen

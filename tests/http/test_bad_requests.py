@@ -344,3 +344,49 @@ async def test_refused_halfway_leaves_nothing_running() -> None:
         assert len(engine.streams) == 1
         await engine.streams[0].closed.wait()
         assert engine.streams[0].aborted
+
+
+async def test_sa_05_errors_of_one_prompt_of_several_name_it() -> None:
+    async with serving(FakeEngine(max_model_len=64)) as served:
+        for prompt, param, words in [
+            ([[1], [2, 999]], "prompt[1]", "prompt[1][1] is 999; token ids lie between 0 and 255"),
+            (["a", ""], "prompt[1]", "prompt[1]: the prompt is empty"),
+            (["a", "b", "x" * 64], "prompt[2]", "prompt[2]: the prompt is too long"),
+            ([[2, 999]], "prompt", "prompt[1] is 999"),
+            ([2, 999], "prompt", "prompt[1] is 999"),
+            ([""], "prompt", "the prompt is empty"),
+        ]:
+            answer = await served.call("POST", "/v1/completions", {"prompt": prompt})
+            error = answer.json["error"]
+            assert (answer.status, error["param"]) == (400, param)
+            assert error["message"].startswith(words)
+        assert not any(not stream.closed.is_set() for stream in served.engine.streams)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *BOTH,
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"model": "fake", "messages": USER, "max_tokens": 3}),
+        ("/tokenize", {"prompt": "hi"}),
+    ],
+)
+async def test_api_10_an_unknown_field_that_is_null_is_absent_too(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with serving(strict_fields=True) as served:
+        assert (await served.call("POST", path, body | {"no_such_field": None})).status == 200
+        assert (await served.call("POST", path, body | {"no_such_field": 1})).status == 400
+
+
+async def test_api_10_a_fault_is_told_once_in_words_of_json() -> None:
+    async with serving() as served:
+        body = {"model": 5, "messages": USER, "max_tokens": 3}
+        error = (await served.call("POST", "/v1/messages", body)).json["error"]
+        assert error["message"] == "model: must be a string, not the number 5"
+        chat = {"messages": [{"content": "x"}], "store": True}
+        error = (await served.call("POST", "/v1/chat/completions", chat)).json["error"]
+        assert "not null" in error["message"]
+        assert "store: true is not supported" in error["message"]
+        assert "None" not in error["message"]

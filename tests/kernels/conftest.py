@@ -15,11 +15,11 @@ from trioserve.models.attention import BatchContext
 @pytest.fixture(
     scope="session",
     params=[(1, True), (2, True), (2, False)],
-    ids=["1 thread", "2 threads", "2 threads without tiles"],
+    ids=["1 thread", "2 threads", "2 threads, vector unit alone"],
 )
 def team(request: pytest.FixtureRequest) -> Team:
-    threads, tiles = request.param
-    return Team(threads, cache_directory(), tiles=tiles)
+    threads, more = request.param
+    return Team(threads, cache_directory(), tiles=more, byte_products=more)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,9 @@ from trioserve.errors import InvalidRequest, NotReady, WorkerStalled
 from trioserve.ipc.fake import FakeWorker
 from trioserve.ipc.messages import Command, Control, Controlled, Delta, StepOutput, Work
 from trioserve.sampling_params import SamplingParams
+from trioserve.text import chat_template
+from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.template_limits import Limits
 
 from .engine_workers import (
     GREEDY,
@@ -352,6 +355,31 @@ async def test_a_template_that_does_not_end_holds_up_no_long_prompt(
             assert rendered == []
             done.set()
         assert rendered == [await engine.encode_prompt("x", add_special_tokens=False)]
+
+
+async def test_a_template_without_an_end_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(chat_template, "DEFAULT_LIMITS", Limits(steps=50_000))
+    threads: list[int] = []
+    render_it = ChatTemplate.render
+
+    def render(self: ChatTemplate, *args: Any, **kwargs: Any) -> str:
+        threads.append(threading.get_ident())
+        return render_it(self, *args, **kwargs)
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    async with open_engine(make_config(), worker_factory=Workers(serve_tokens)) as engine:
+        for given, param in [(endless, "chat_template"), (None, "messages")]:
+            monkeypatch.setattr(engine._text, "_template", ChatTemplate(endless))
+            with pytest.raises(InvalidRequest, match="stopped: it took over 50000 steps") as caught:
+                await engine.render_chat([USER], chat_template=given)
+            assert caught.value.param == param
+            assert await engine.render_chat([USER], chat_template="x")
+        # The model's own began beside the others, and was begun anew where it holds up nobody.
+        _, _, first, second, _ = threads
+        assert first == threading.get_ident() != second
 
 
 async def test_ids_are_decoded_and_named() -> None:

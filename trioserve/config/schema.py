@@ -271,7 +271,7 @@ class HttpConfig:
     trust_request_chat_template: bool = setting(
         False,
         "Take `chat_template` from requests. It is a program of the client's, run in a sandbox "
-        "that does not bound its time.",
+        "that bounds what it takes, one at a time.",
     )
     request_timings: bool = setting(
         False, "Answers tell what took how long, also where `include_timings` is not asked for."

@@ -45,9 +45,11 @@ from trioserve.sampling_params import SamplingParams
 
 log = logging.getLogger("trioserve.model_runner")
 
-WARM_UP_TOKENS = 128
+PROFILE_TOKENS = 128
+"""Tokens of the step that the profile measures, which it scales to the largest."""
+WARM_UP_TOKENS = 32
 """Prompt tokens of a warm-up step: as many as it takes to run every path, not to keep one waiting.
-The profile measures with as many and scales to the largest step."""
+Steps of many rows have run in the profile."""
 
 
 @frozen(kw_only=True)
@@ -159,7 +161,7 @@ class ModelRunner:
         What it takes grows with the tokens, so a short one stands for the largest.
         """
         with report.stage("profile") as stage:
-            num_tokens = min(self._max_tokens, max(WARM_UP_TOKENS, self._max_rows))
+            num_tokens = min(self._max_tokens, max(PROFILE_TOKENS, self._max_rows))
             length = num_tokens // self._max_rows
             blocks = -(-max(length, 1) // self._config.cache.block_size)
             self._allocate(self._max_rows * blocks, blocks * self._config.cache.block_size)
@@ -193,7 +195,8 @@ class ModelRunner:
             ) from error
 
     def warm_up(self, report: StageReporter) -> None:
-        """Stages warm-up and capture: run each kind of step once, with what the cache can hold."""
+        """Stages warm-up and capture: run each kind of step that the profile has not, with what the
+        cache can hold."""
         with report.stage("warm-up") as stage:
             steps = self._warm_up_steps()
             for done, (name, rows) in enumerate(steps):
@@ -304,13 +307,8 @@ class ModelRunner:
 
     def _warm_up_steps(self) -> list[tuple[str, list[tuple[int, int]]]]:
         """Kinds of steps as (name, rows of (start, tokens)), cut to what fits."""
-        rows = min(self._max_rows, self._num_blocks)
         chunk = min(WARM_UP_TOKENS, self._max_tokens, self._max_model_len)
-        steps = [
-            ("decode 1", [(0, 1)]),
-            (f"decode {rows}", [(0, 1)] * rows),
-            (f"prefill {chunk}", [(0, chunk)]),
-        ]
+        steps = [("decode", [(0, 1)]), (f"prefill {chunk}", [(0, chunk)])]
         if chunk > 2:
             steps.append(("mixed", [(0, 1), (1, chunk - 2)]))
         block_size = self._config.cache.block_size

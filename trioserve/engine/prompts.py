@@ -12,12 +12,15 @@ import trio
 from trioserve.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from trioserve.models.spec import ResolvedModel
 from trioserve.sampling_params import SamplingParams, check_token_ids
-from trioserve.text.chat_template import ChatTemplate
+from trioserve.text.chat_template import ChatTemplate, TemplateStopped
+from trioserve.text.template_limits import Limits
 from trioserve.text.tokenizer import Tokenizer
 
 LONG_TEXT = 16 * 1024  # characters, or tokens; beyond it, work on it goes to a thread
 CALL_CHARS = 128  # what a call costs beside its text, in characters
 TURN_CHARS = 4 * 1024  # of short texts, one after another, before others get their turn
+AT_ONCE = Limits(steps=20_000, size=1024 * 1024, cpu_s=0.05)
+"""What a template may take while others wait: some milliseconds."""
 MAX_BAD_WORD_IDS = 1024
 MAX_BAD_WORD_CHARS = 8 * 1024
 
@@ -78,7 +81,8 @@ class Prompts:
         """The prompt of a chat. Cancellation abandons the result.
 
         A template that came with the request is a stranger's program: it always runs in a
-        thread, so that the event loop goes on beside it. How long it runs is not bounded.
+        thread, so that the event loop goes on beside it. The model's own begins at once where there
+        is little text; one that takes more than ``AT_ONCE`` begins anew in that thread.
 
         Raises:
             InvalidRequest: there is no template, the one given is broken, or it refuses these
@@ -94,15 +98,19 @@ class Prompts:
         kwargs["continue_final_message"] = continue_final_message
         if chat_template is not None:
             render = partial(self._render_with, chat_template, messages, **kwargs)
-            return await trio.to_thread.run_sync(
-                render, limiter=self._template_limiter, abandon_on_cancel=True
-            )
+            return await self._in_thread(render, self._template_limiter)
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template"
             )
-        render = partial(self._template.render, messages, **kwargs)
-        return await self._off_loop(text_length([messages, template_kwargs]), render)
+        render = partial(self._template.render, messages)
+        if text_length([messages, template_kwargs]) > LONG_TEXT:
+            return await self._in_thread(partial(render, **kwargs), self._limiter)
+        await trio.lowlevel.checkpoint()
+        try:
+            return render(AT_ONCE, **kwargs)
+        except TemplateStopped:
+            return await self._in_thread(partial(render, **kwargs), self._template_limiter)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids; long lists in a thread. Cancellation abandons the result.
@@ -159,7 +167,11 @@ class Prompts:
             template = ChatTemplate(source, self._model.bos_token, self._model.eos_token)
         except ModelError as error:
             raise InvalidRequest(str(error), param="chat_template") from None
-        return template.render(messages, **kwargs)
+        try:
+            return template.render(messages, **kwargs)
+        except TemplateStopped as stopped:
+            stopped.param = "chat_template"
+            raise
 
     async def _off_loop(self, length: int, function: Callable[..., T], *args: Any) -> T:
         """Call ``function``, in a thread if it works on a long text; cancellation abandons it."""
@@ -171,9 +183,10 @@ class Prompts:
             else:  # a turn of the loop costs more than most texts
                 await trio.lowlevel.checkpoint_if_cancelled()
             return function(*args)
-        return await trio.to_thread.run_sync(
-            function, *args, limiter=self._limiter, abandon_on_cancel=True
-        )
+        return await self._in_thread(partial(function, *args), self._limiter)
+
+    async def _in_thread(self, function: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
+        return await trio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
 
 
 def text_length(value: Any) -> int:

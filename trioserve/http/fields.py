@@ -158,6 +158,8 @@ def kind_of(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value cut to a length that a message can bear."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     text = _repr.repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
@@ -182,7 +184,9 @@ class Fields:
 
     def fault(self, name: str, text: str) -> None:
         """Note that the field ``name`` is wrong."""
-        self.faults.append((self.path(name), text))
+        fault = (self.path(name), text)
+        if fault not in self.faults:  # a field that two readers use
+            self.faults.append(fault)
 
     def path(self, name: str) -> str:
         """The field's path from the top of the body."""
@@ -209,8 +213,9 @@ class Fields:
         return [name for name in self.body if name not in self._read]
 
     def unknown(self) -> tuple[str, ...]:
-        """Paths of fields nobody asked for, here and inside the objects that were read."""
-        names = [self.path(name) for name in self.unread()]
+        """Paths of fields nobody asked for, here and inside the objects that were read; null is no
+        field."""
+        names = [self.path(name) for name in self.unread() if self.body[name] is not None]
         for inner in self._inner:
             names += inner.unknown()
         return tuple(names)

@@ -228,14 +228,13 @@ class GenerationCall:
                 param="priority",
             )
         self._num_samplings = len(order.samplings)
-        for prompt in order.prompts:
-            room = self._room(prompt, order)
-            for sampling in order.samplings:
-                stream = self._submit_one(prompt, self._fitting(sampling, room, order), order)
-                if self._state.record is not None:
-                    stream = self._state.record.follow(stream, prompt)
-                self._state.lifetime.callback(stream.close)
-                self.streams.append(stream)
+        for number, prompt in enumerate(order.prompts):
+            try:
+                self._submit_prompt(prompt, order)
+            except InvalidRequest as error:
+                if len(order.prompts) > 1 and error.param == order.prompt_field:
+                    _name_prompt(error, number)
+                raise
         self._watch = Watch(
             self._context.metrics,
             len(self.streams),
@@ -247,6 +246,15 @@ class GenerationCall:
         )
         self._state.accepted = True
         self._state.lifetime.callback(self._watch.end)
+
+    def _submit_prompt(self, prompt: list[int], order: Order) -> None:
+        room = self._room(prompt, order)
+        for sampling in order.samplings:
+            stream = self._submit_one(prompt, self._fitting(sampling, room, order), order)
+            if self._state.record is not None:
+                stream = self._state.record.follow(stream, prompt)
+            self._state.lifetime.callback(stream.close)
+            self.streams.append(stream)
 
     def _submit_one(
         self, prompt: list[int], sampling: SamplingParams, order: Order
@@ -360,6 +368,16 @@ class GenerationCall:
         if self._ignored:
             reply.headers["X-Trioserve-Ignored-Fields"] = printable_names(self._ignored)
         return reply
+
+
+def _name_prompt(error: InvalidRequest, number: int) -> None:
+    """Have ``error``, which is about one of several prompts, say about which."""
+    name, place = error.param, f"{error.param}[{number}]"
+    if error.message.startswith(f"{name}["):
+        error.message = place + error.message.removeprefix(f"{name}")
+    else:
+        error.message = f"{place}: {error.message}"
+    error.param = place
 
 
 async def _collect_all(streams: list[RequestStream], watch: Watch) -> list[ChoiceSoFar]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trioserve.errors import InvalidRequest, ModelError
 from trioserve.text.messages import normalize_messages
+from trioserve.text.template_limits import Limits, Stopped
 
 if TYPE_CHECKING:
-    import jinja2
+    from trioserve.text.template_sandbox import TemplateEnvironment
 
+DEFAULT_LIMITS = Limits()
+MAX_REFUSAL_CHARS = 2000
 _OURS = ("messages", "bos_token", "eos_token")
 # Ends a message that is to be continued: where it stands in the prompt, the prompt is cut. No text
 # of a client's can hold it by chance. The space tells whether the template trims messages.
@@ -23,11 +28,16 @@ class _Refused(Exception):
     """The template called ``raise_exception``."""
 
 
+class TemplateStopped(InvalidRequest):
+    """The template took more than it may. Raised by ``ChatTemplate.render``."""
+
+
 class ChatTemplate:
-    """A Jinja template in the dialect of model repositories, run in a sandbox.
+    """A Jinja template in the dialect of model repositories, run in a sandbox that bounds it.
 
     Templates may use ``raise_exception``, ``strftime_now``, ``tojson`` (which leaves HTML and
-    other scripts alone), ``break``, ``continue`` and ``{% generation %}``.
+    other scripts alone), ``break``, ``continue`` and ``{% generation %}``. What they take of time
+    and memory is bounded, see ``template_sandbox``.
     """
 
     def __init__(
@@ -36,6 +46,7 @@ class ChatTemplate:
         bos_token: str | None = None,
         eos_token: str | None = None,
         now: Callable[[], datetime] = datetime.now,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Compile it.
 
@@ -45,8 +56,11 @@ class ChatTemplate:
         import jinja2
 
         self._globals = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._environment = _environment(now, cpu_clock)
         try:
-            self._template = _environment(now).from_string(source)
+            self._template = self._environment.metered(
+                partial(self._environment.from_string, source), DEFAULT_LIMITS
+            )
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
                 f"chat template, line {error.lineno}: {_sendable(str(error.message))}; "
@@ -60,6 +74,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        limits: Limits | None = None,
         /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -68,10 +83,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt. ``template_kwargs`` are further variables, such as ``enable_thinking``.
 
+        Renderings of one template may run in several threads at once.
+
         The prompt has the model's control tokens in it: encode it without adding them again. With
         ``continue_final_message`` it ends with the text of the last message.
 
         Raises:
+            TemplateStopped: it takes more than ``limits``, by default those of ``Limits``.
             InvalidRequest: a message has an illegal shape, the template refuses (its own message
                 is passed on), or it fails on these messages; the last message is to be continued,
                 but an answer opened as well, or the template does not show it.
@@ -99,14 +117,21 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(variables)
+        text = self._run(variables, limits)
         return _cut(text) if continue_final_message else text
 
-    def _run(self, variables: Mapping[str, Any]) -> str:
+    def _run(self, variables: Mapping[str, Any], limits: Limits | None) -> str:
         try:
-            return self._template.render(variables)
+            render = partial(self._template.render, variables)
+            return self._environment.metered(render, limits or DEFAULT_LIMITS)
         except _Refused as refusal:
-            raise InvalidRequest(_sendable(str(refusal)), param="messages") from None
+            raise InvalidRequest(
+                _sendable(str(refusal))[:MAX_REFUSAL_CHARS], param="messages"
+            ) from None
+        except Stopped as stopped:
+            raise TemplateStopped(
+                f"the chat template was stopped: {stopped}", param="messages"
+            ) from None
         except Exception as error:  # a template is a program; whatever it does, the server stands
             raise InvalidRequest(
                 f"the model's chat template fails on this request: {_told(error)}",
@@ -114,27 +139,15 @@ class ChatTemplate:
             ) from error
 
 
-def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _environment(
+    now: Callable[[], datetime], cpu_clock: Callable[[], float]
+) -> TemplateEnvironment:
+    from trioserve.text.template_sandbox import MAX_FORM_CHARS, TemplateEnvironment
 
-    class Generation(Extension):
-        """``{% generation %}`` marks what the assistant said, for training; here it is nothing."""
-
-        tags = {"generation"}  # noqa: RUF012 (Jinja's own protocol)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = TemplateEnvironment(cpu_clock)
+    environment.filters["tojson"] = environment.metered_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: now().strftime(form[:MAX_FORM_CHARS])
     return environment
 
 

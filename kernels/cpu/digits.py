@@ -1,0 +1,295 @@
+"""Few rows times codes of 8 or 4 bits, in whole numbers on the processor's byte products (VNNI).
+
+A row of x is cut into blocks like the weights. Each value becomes an integer of 24 bits with sign
+times the block's own scale, written as DIGITS bytes; one instruction multiplies 64 of them with 64
+codes and adds them up by fours. These sums are exact. All that is rounded is x, to 2^-24 of the
+largest value of its block, so a product is as good as one in float32, and reading the weights is
+all that takes time.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from trioserve.kernels.cpu import blocks, simd
+from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8
+from trioserve.kernels.cpu.runtime import FASTMATH
+
+DIGITS = 3
+LIMIT = 127 << 16  # of an integer: rounding may go beyond it, three digits reach further
+RECORD = 128  # bytes of a block of x: digits int8 [3, 32], scale, sum, and a start for each digit
+_SCALE, _SUM, _STARTS = DIGITS * BLOCK, DIGITS * BLOCK + 4, DIGITS * BLOCK + 8
+_SMALLEST = 1e-30  # below it a block counts as zeros; its inverse would not be finite
+HALF_PANEL = 16  # outputs in a register
+_PIECE = 4 * blocks.PANEL  # bytes of codes that are put in order at once: four lines
+_I8 = ir.IntType(8)
+_BYTES, _WORDS = ir.VectorType(_I8, 64), ir.VectorType(simd.I32, 16)
+_LINE = ir.VectorType(simd.F32, 16)
+_X = ir.VectorType(simd.F32, BLOCK)
+
+_features = llvm.get_host_cpu_features()
+PRESENT = bool(
+    platform.machine() == "x86_64"
+    and blocks.PANEL == 2 * HALF_PANEL
+    and _features.get("avx512vnni")
+    and _features.get("avx512vbmi")
+)
+
+
+def _pointer(builder, address, kind):
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _at(builder, address, offset):
+    return builder.add(address, simd._index(offset))
+
+
+def _filled(kind, value):
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _broadcast(builder, address, kind):
+    value = builder.load(_pointer(builder, address, kind.element), align=4)
+    return simd._splat(builder, value, kind)
+
+
+def _products(builder, total, codes, digits):
+    """total + the sums by fours of codes (bytes without sign) times digits (with sign)."""
+    return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, total, codes, digits)
+
+
+# --------------------------------------------------------------------------- rows of x
+
+
+def _to_integers(builder, values):
+    """float32 [32] to the nearest int32. LLVM's own conversion leaves open what a NaN gives."""
+    name, mask = "llvm.x86.avx512.mask.cvtps2dq.512", ir.Constant(ir.IntType(16), -1)
+    rounding = ir.Constant(simd.I32, 4)
+    halves = []
+    for first in (0, 16):
+        lanes = ir.Constant(_WORDS, list(range(first, first + 16)))
+        part = builder.shuffle_vector(values, values, lanes)
+        halves.append(simd.call(builder, name, _WORDS, part, _filled(_WORDS, 0), mask, rounding))
+    lanes = ir.Constant(ir.VectorType(simd.I32, BLOCK), list(range(BLOCK)))
+    return builder.shuffle_vector(*halves, lanes)
+
+
+def _write_block(bits: int):
+    """An intrinsic: a block of x, float32 [32], to a RECORD for codes of so many bits."""
+
+    @intrinsic
+    def write(typing_context, source, record):
+        def codegen(context, builder, signature, args):
+            if PRESENT:
+                _emit_record(builder, bits, *args)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp), codegen
+
+    return write
+
+
+def _emit_record(builder, bits, source, record):
+    def const(value):
+        return ir.Constant(simd.F32, value)
+
+    def store(value, offset):
+        builder.store(value, _pointer(builder, _at(builder, record, offset), value.type), align=1)
+
+    x = builder.load(_pointer(builder, source, _X), align=4)
+    # Without its sign a float32 compares as a whole number does, and a NaN is the largest of all.
+    wide = ir.VectorType(simd.I32, BLOCK)
+    absolute = builder.and_(builder.bitcast(x, wide), _filled(wide, 0x7FFFFFFF))
+    largest = simd.call(builder, "llvm.vector.reduce.umax.v32i32", simd.I32, absolute)
+    largest = builder.bitcast(largest, simd.F32)
+    total = simd.call(
+        builder, "llvm.vector.reduce.fadd.v32f32", simd.F32, const(0.0), x, flags=("reassoc",)
+    )
+    some = builder.fcmp_ordered(">", largest, const(_SMALLEST))
+    inverse = builder.select(some, builder.fdiv(const(float(LIMIT)), largest), const(0.0))
+    scale = builder.select(some, builder.fmul(largest, const(1.0 / LIMIT)), const(0.0))
+    # NaN where a value is not finite: no flag allows to fold this product.
+    store(builder.fadd(scale, builder.fmul(total, const(0.0))), _SCALE)
+    store(total, _SUM)
+    rest = _to_integers(builder, builder.fmul(x, simd._splat(builder, inverse, _X)))
+    for digit in reversed(range(DIGITS)):
+        low = builder.trunc(rest, ir.VectorType(_I8, BLOCK))
+        store(low, digit * BLOCK)
+        low = builder.sext(low, wide)
+        if bits == Q8:  # codes get 128 added to lose their sign; this takes it off again
+            start = simd.call(builder, "llvm.vector.reduce.add.v32i32", simd.I32, low)
+            store(builder.mul(start, ir.Constant(simd.I32, -128)), _STARTS + digit * 4)
+        rest = builder.ashr(builder.sub(rest, low), _filled(wide, 8))
+
+
+_write_q8, _write_q4 = _write_block(Q8), _write_block(Q4)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def write_rows(bits, rows, x, x_stride, lines, records):
+    """Rows of x, float32 [rows, 32 * lines], to records [rows, lines] for codes of so many bits."""
+    for row in range(rows):
+        for line in range(lines):
+            source = x + (row * x_stride + line * BLOCK) * 4
+            record = records + (row * lines + line) * RECORD
+            if bits == Q4:
+                _write_q4(source, record)
+            else:
+                _write_q8(source, record)
+
+
+# --------------------------------------------------------------------------- the product
+
+
+def _tile(rows: int, bits: int):
+    """An intrinsic: C[rows, PANEL] (+)= rows of records · (one panel of block lines).
+
+    Arguments: address of the records [rows, lines], of the panel, of C and its row stride in
+    elements, number of lines, and whether to add to C.
+    """
+
+    @intrinsic
+    def tile(typing_context, records, panel, c, ldc, lines, accumulate):
+        def codegen(context, builder, signature, args):
+            if PRESENT:
+                _emit_tile(builder, rows, bits, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), codegen
+
+    return tile
+
+
+def _emit_tile(builder, rows, bits, records, panel, c, ldc, lines, accumulate):
+    index = simd._index
+    stride = builder.mul(lines, index(RECORD))
+    head = blocks.PANEL * (2 if bits == Q8 else 4)
+
+    def block(line, totals):
+        base = builder.add(panel, builder.mul(line, index(blocks.LINE_BYTES[bits])))
+        for offset in range(0, blocks.LINE_BYTES[bits], 64):
+            simd.prefetch(builder, _at(builder, base, simd.AHEAD + offset))
+        first = builder.add(records, builder.mul(line, index(RECORD)))
+        places = [builder.add(first, builder.mul(stride, index(row))) for row in range(rows)]
+        sums = {}
+        for row in range(rows):
+            for digit in range(DIGITS):
+                start = _filled(_WORDS, 0)
+                if bits == Q8:
+                    start = _broadcast(
+                        builder, _at(builder, places[row], _STARTS + digit * 4), _WORDS
+                    )
+                sums[row, digit] = [start, start]
+        for inputs, halves in _codes(builder, _at(builder, base, head), bits):
+            for (row, digit), pair in sums.items():
+                place = _at(builder, places[row], digit * BLOCK + inputs)
+                factor = _broadcast(builder, place, _WORDS)
+                sums[row, digit] = [
+                    _products(builder, total, codes, factor)
+                    for total, codes in zip(pair, halves, strict=True)
+                ]
+        return [
+            _add_block(builder, base, places[row], bits, half, sums, row, totals[2 * row + half])
+            for row in range(rows)
+            for half in range(2)
+        ]
+
+    zeros = [_filled(_LINE, 0.0)] * (2 * rows)
+    totals = simd._emit_loop(builder, index(0), lines, 1, zeros, block)
+    ldc = builder.mul(ldc, index(4))
+    targets = []
+    for row in range(rows):
+        place = builder.add(c, builder.mul(ldc, index(row)))
+        targets += [_pointer(builder, _at(builder, place, half * 64), _LINE) for half in range(2)]
+    simd._emit_store(builder, targets, totals, accumulate)
+
+
+def _codes(builder, codes, bits):
+    """A block's codes as bytes without sign, four inputs of an output side by side: pairs of (first
+    of the four inputs, the panel's two halves)."""
+    lanes = [[k * 32 + half * 16 + o for o in range(16) for k in range(4)] for half in range(2)]
+    for piece in range(8 if bits == Q8 else 4):
+        lines = [
+            builder.load(
+                _pointer(builder, _at(builder, codes, piece * _PIECE + part * 64), _BYTES), align=1
+            )
+            for part in range(2)
+        ]
+        halves = []
+        for half in range(2):
+            mask = ir.Constant(ir.VectorType(simd.I32, 64), lanes[half])
+            halves.append(builder.bitcast(builder.shuffle_vector(*lines, mask), _WORDS))
+        if bits == Q8:
+            flip = _filled(_WORDS, 0x80808080 - (1 << 32))
+            yield 4 * piece, [builder.xor(half, flip) for half in halves]
+            continue
+        mask, four = _filled(_WORDS, 0x0F0F0F0F), _filled(_WORDS, 4)
+        yield 4 * piece, [builder.and_(half, mask) for half in halves]
+        yield (
+            BLOCK // 2 + 4 * piece,
+            [builder.and_(builder.lshr(half, four), mask) for half in halves],
+        )
+
+
+def _add_block(builder, base, place, bits, half, sums, row, total):
+    """total + the block's outcome for one row and half of the panel; the same for any number of
+    rows, because nothing is left to the compiler to join or not."""
+
+    def multiply_add(factor, value, addend):
+        return simd.call(builder, "llvm.fma.v16f32", _LINE, factor, value, addend)
+
+    high, middle, low = (sums[row, digit][half] for digit in range(DIGITS))
+    low = builder.add(builder.shl(middle, _filled(_WORDS, 8)), low)
+    high, low = builder.sitofp(high, _LINE), builder.sitofp(low, _LINE)
+    whole = multiply_add(high, _filled(_LINE, 65536.0), low)
+    scale = simd._load_line(builder, _at(builder, base, half * 32), _LINE, True)
+    scale = builder.fmul(scale, _broadcast(builder, _at(builder, place, _SCALE), _LINE))
+    total = multiply_add(whole, scale, total)
+    if bits == Q4:
+        offset = blocks.PANEL * 2 + half * 32
+        minimum = simd._load_line(builder, _at(builder, base, offset), _LINE, True)
+        weight = _broadcast(builder, _at(builder, place, _SUM), _LINE)
+        total = multiply_add(weight, minimum, total)
+    return total
+
+
+_q8_1, _q8_2, _q8_3, _q8_4 = (_tile(rows, Q8) for rows in (1, 2, 3, 4))
+_q4_1, _q4_2, _q4_3, _q4_4 = (_tile(rows, Q4) for rows in (1, 2, 3, 4))
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def q8_product(rows, records, panel, c, ldc, lines, accumulate):
+    """C[rows, PANEL] (+)= rows of records · one panel."""
+    while rows >= 4:
+        _q8_4(records, panel, c, ldc, lines, accumulate)
+        rows -= 4
+        records += 4 * lines * RECORD
+        c += 4 * ldc * 4
+    if rows == 3:
+        _q8_3(records, panel, c, ldc, lines, accumulate)
+    elif rows == 2:
+        _q8_2(records, panel, c, ldc, lines, accumulate)
+    elif rows == 1:
+        _q8_1(records, panel, c, ldc, lines, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def q4_product(rows, records, panel, c, ldc, lines, accumulate):
+    """As ``q8_product``."""
+    while rows >= 4:
+        _q4_4(records, panel, c, ldc, lines, accumulate)
+        rows -= 4
+        records += 4 * lines * RECORD
+        c += 4 * ldc * 4
+    if rows == 3:
+        _q4_3(records, panel, c, ldc, lines, accumulate)
+    elif rows == 2:
+        _q4_2(records, panel, c, ldc, lines, accumulate)
+    elif rows == 1:
+        _q4_1(records, panel, c, ldc, lines, accumulate)
