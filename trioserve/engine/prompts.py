@@ -104,9 +104,10 @@ class Prompts:
                 "this model has no chat template; use /v1/completions, or set model.chat_template"
             )
         render = partial(self._template.render, messages)
-        if text_length([messages, template_kwargs]) > LONG_TEXT:
+        length = text_length([messages, template_kwargs])
+        if length > LONG_TEXT:
             return await self._in_thread(partial(render, **kwargs), self._limiter)
-        await trio.lowlevel.checkpoint()
+        await self._take_turn(length)
         try:
             return render(AT_ONCE, **kwargs)
         except TemplateStopped:
@@ -176,14 +177,19 @@ class Prompts:
     async def _off_loop(self, length: int, function: Callable[..., T], *args: Any) -> T:
         """Call ``function``, in a thread if it works on a long text; cancellation abandons it."""
         if length <= LONG_TEXT:
-            self._num_chars += CALL_CHARS + length
-            if self._num_chars > TURN_CHARS:
-                self._num_chars = 0
-                await trio.lowlevel.checkpoint()
-            else:  # a turn of the loop costs more than most texts
-                await trio.lowlevel.checkpoint_if_cancelled()
+            await self._take_turn(length)
             return function(*args)
         return await self._in_thread(partial(function, *args), self._limiter)
+
+    async def _take_turn(self, length: int) -> None:
+        """Let others go on, unless little was worked on since: a turn costs more than most texts.
+        Cancellation comes through."""
+        self._num_chars += CALL_CHARS + length
+        if self._num_chars > TURN_CHARS:
+            self._num_chars = 0
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _in_thread(self, function: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
         return await trio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=True)
