@@ -91,7 +91,8 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
         heads: query heads, KV heads, head_dim.
         exact: whether weights are used as they are, or rounded to float16.
 
-    Returns: what the last layer began with [n, width], and its attention [n, heads * head_dim].
+    Returns: what the last layer began with [n, width], its attention [n, heads * head_dim], and its
+        outcome [n, width].
     """
     hidden = hidden.astype(np.float64)
 
@@ -124,12 +125,11 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
                 for first, last in itertools.pairwise(ends)
             ]
         )
-        if index == len(layers) - 1:
-            return hidden, mixed
+        before = hidden
         hidden = hidden + product(mixed, layer, "output")
         gate, up = np.split(product(norm(layer["mlp_norm"]), layer, "gate_up"), 2, -1)
         hidden = hidden + product(gate / (1 + np.exp(-gate)) * up, layer, "down")
-    return None
+    return before, mixed, hidden
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
