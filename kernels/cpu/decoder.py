@@ -106,7 +106,7 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
         return panel_product.reference(x, layer[name].numpy(), bias, exact)
 
     q_heads, kv_heads, dim = heads
-    for index, layer in enumerate(layers):
+    for layer in layers:
         qkv = product(norm(layer["attention_norm"]), layer, "qkv").reshape(len(hidden), -1, dim)
         turned = (qkv[..., 0::2] + 1j * qkv[..., 1::2]) * rotations
         turned = np.stack([turned.real, turned.imag], -1).reshape(qkv.shape)
