@@ -24,6 +24,7 @@ from typing import Any
 import trio
 from attrs import define, field
 from lib.client import Target, until_ready
+from lib.ending import with_parent
 from lib.misuse import COMPLETIONS, Client, post
 from lib.output import add_output_options, conditions, write_result
 from lib.proc import cpu_s_of_tree, own_bytes
@@ -215,7 +216,7 @@ def cases() -> dict[str, Case]:
 def bad_clients(name: str, port: int) -> Iterator[None]:
     """The bad clients of a case in a process of their own, which takes no time from the good."""
     command = [sys.executable, __file__, "--bad", name, "--port", str(port)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, preexec_fn=with_parent())
     try:
         yield
     finally:

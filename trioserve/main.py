@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import attrs
 import trio
@@ -42,6 +42,7 @@ from trioserve.loop_watch import LoopMetrics, LoopWatch, watching_loop
 from trioserve.notify import notify_manager
 from trioserve.progress import report_progress
 from trioserve.rates import log_rates
+from trioserve.terminal import PatientTerminal
 from trioserve.tracing.tracer import TraceMetrics, open_tracer
 
 if TYPE_CHECKING:
@@ -264,4 +265,8 @@ def make_console(loaded: LoadedConfig) -> Console | None:
         return None
     from rich.console import Console
 
-    return Console(stderr=True)
+    try:
+        terminal = PatientTerminal(sys.stderr.fileno())
+    except OSError:  # of another container, or taken away: lines do, and can be dropped as well
+        return None
+    return Console(file=cast(IO[str], terminal), force_terminal=True)

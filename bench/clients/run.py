@@ -31,6 +31,9 @@ from pathlib import Path
 import httpx
 from checks import Table, Target
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from lib.ending import with_parent
+
 MODULES = {
     "openai": "openai_client",
     "extra_body": "extra_body",
@@ -65,7 +68,14 @@ def started(command: str, arguments: list[str]) -> Iterator[Target]:
     env = os.environ | {"TRIOSERVE_HTTP__API_KEYS": f"the-first-key,{KEY}"}
     run = [command, "run", *(arguments or SIMULATED), *SETTINGS, "--port", str(port)]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(run, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            run,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=with_parent(),
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             wait_ready(process, url)

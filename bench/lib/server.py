@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lib.ending import with_parent
+
 
 def trioserve() -> list[str]:
     """The command, as installed beside this interpreter."""
@@ -21,11 +23,19 @@ def trioserve() -> list[str]:
 
 @contextlib.contextmanager
 def server(arguments: list[str], env: dict[str, str], port: int) -> Iterator[subprocess.Popen]:
-    """A started server, stopped at the end; what it wrote goes to stderr if the block fails."""
+    """A started server, stopped at the end; what it wrote goes to stderr if the block fails.
+
+    It does not outlive this process either: to be called in its main thread.
+    """
     with tempfile.TemporaryFile("w+") as log:
         command = [*trioserve(), "run", *arguments, "--port", str(port)]
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=with_parent(),
         )
         try:
             yield process

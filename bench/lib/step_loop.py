@@ -290,10 +290,10 @@ class Timed:
     def __init__(self, inner: Callable[..., Any], spent: dict[str, float], part: str) -> None:
         self._inner, self._spent, self._part = inner, spent, part
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         started = time.perf_counter()
         try:
-            return self._inner(*arguments)
+            return self._inner(*arguments, **named)
         finally:
             self._spent[self._part] += time.perf_counter() - started
 

@@ -3,8 +3,8 @@
 At batch 1 a step reads each weight once and computes little; with an operator at a time the calls
 between take longer than that, and every one of them finds its code pushed out of the cache by the
 weights. Here the threads go through the layers together, with a barrier between the phases of a
-layer, and leave after the last layer's attention: what follows concerns only the tokens whose
-logits are wanted.
+layer. Where not all tokens' logits are wanted they leave after the last layer's attention: what
+follows concerns only those tokens.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ QKV, OUTPUT, GATE_UP, DOWN = range(4)  # a layer's products
 _FIELDS = (
     *("hidden", "normed", "heads", "gate_up", "gated", "rotations", "norms"),
     *("rows", "width", "inner", "rotated_heads", "heads_stride", "head_dim"),
-    *("layers", "linears", "attentions"),
+    *("layers", "linears", "attentions", "whole"),
 )
 
 
 class Params(ctypes.Structure):
     """Addresses of float32; ``norms`` is int64 [layers, 2] of addresses, ``linears`` and
-    ``attentions`` hold [layers, 4] and [layers] of the kernels' own parameters."""
+    ``attentions`` hold [layers, 4] and [layers] of the kernels' own parameters; ``whole`` says not
+    to leave before the last layer's end."""
 
     _fields_ = [*((name, ctypes.c_int64) for name in _FIELDS), ("eps", ctypes.c_double)]
 
@@ -90,7 +91,8 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
         heads: query heads, KV heads, head_dim.
         exact: whether weights are used as they are, or rounded to float16.
 
-    Returns: what the last layer began with [n, width], and its attention [n, heads * head_dim].
+    Returns: what the last layer began with [n, width], its attention [n, heads * head_dim], and its
+        outcome [n, width].
     """
     hidden = hidden.astype(np.float64)
 
@@ -104,7 +106,7 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
         return panel_product.reference(x, layer[name].numpy(), bias, exact)
 
     q_heads, kv_heads, dim = heads
-    for index, layer in enumerate(layers):
+    for layer in layers:
         qkv = product(norm(layer["attention_norm"]), layer, "qkv").reshape(len(hidden), -1, dim)
         turned = (qkv[..., 0::2] + 1j * qkv[..., 1::2]) * rotations
         turned = np.stack([turned.real, turned.imag], -1).reshape(qkv.shape)
@@ -123,12 +125,11 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
                 for first, last in itertools.pairwise(ends)
             ]
         )
-        if index == len(layers) - 1:
-            return hidden, mixed
+        before = hidden
         hidden = hidden + product(mixed, layer, "output")
         gate, up = np.split(product(norm(layer["mlp_norm"]), layer, "gate_up"), 2, -1)
         hidden = hidden + product(gate / (1 + np.exp(-gate)) * up, layer, "down")
-    return None
+    return before, mixed, hidden
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -201,7 +202,7 @@ def decoder(params):
         _rotate(p, first, last)
         team_barrier()
         attend_share(attentions[layer], thread)
-        if layer == p.layers - 1:
+        if layer == p.layers - 1 and p.whole == 0:
             break
         team_barrier()
         product_share(linears[layer, OUTPUT], thread)
@@ -264,6 +265,10 @@ class Decoder:
         self._attentions = np.zeros(len(layers), _ATTENTION)
         # Each product and each layer's attention counts its units on cache lines of its own.
         self._counters = np.zeros((len(layers), 4 + 3, 8), np.int64)
+        self._attention_counters = np.array(
+            [line[4].ctypes.data for line in self._counters], np.int64
+        )
+        self._caches: list[tuple[Tensor, Tensor]] | None = None
         p.norms, p.linears = self._norms.ctypes.data, self._linears.ctypes.data
         p.attentions = self._attentions.ctypes.data
         self._rows = 0
@@ -271,12 +276,18 @@ class Decoder:
         self._reserve(64)
 
     def __call__(
-        self, hidden: Tensor, rotations: Tensor, caches: list[tuple[Tensor, Tensor]]
+        self,
+        hidden: Tensor,
+        rotations: Tensor,
+        caches: list[tuple[Tensor, Tensor]],
+        *,
+        whole: bool = False,
     ) -> Tensor:
-        """Run the layers up to the last one's attention.
+        """Run the layers up to the last one's attention or, if ``whole``, to its end.
 
         Args:
-            hidden: float32 [n, width], contiguous; changed to what the last layer began with.
+            hidden: float32 [n, width], contiguous; changed to what the last layer began with or, if
+                ``whole``, to its outcome.
             rotations: complex64 [n, 1, head_dim / 2], contiguous.
             caches: keys and values of each layer, made by ``attention.new_cache``.
 
@@ -301,6 +312,7 @@ class Decoder:
         if rows > self._capacity:
             self._reserve(rows)
         p.hidden, p.rotations, p.rows = hidden.data_ptr(), rotations.data_ptr(), rows
+        p.whole = whole
         linears = self._linears
         linears["rows"] = rows
         linears["out"][:, OUTPUT] = linears["out"][:, DOWN] = hidden.data_ptr()
@@ -368,6 +380,10 @@ class Decoder:
         lines["value"] = heads + (self._mixed_width + self._attention.kv_heads * dim) * 4
         for name in ("query_stride", "key_stride", "value_stride"):
             lines[name] = self._heads_width
-        lines["keys"] = [keys.data_ptr() for keys, _ in caches]
-        lines["values"] = [values.data_ptr() for _, values in caches]
-        lines["counters"] = [line[4].ctypes.data for line in self._counters]
+        if caches is not self._caches:  # the same for every step: a look at each takes longer
+            self._caches = caches
+            self._cache_addresses = np.array(
+                [[keys.data_ptr(), values.data_ptr()] for keys, values in caches], np.int64
+            )
+        lines["keys"], lines["values"] = self._cache_addresses.T
+        lines["counters"] = self._attention_counters

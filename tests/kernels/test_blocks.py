@@ -151,7 +151,7 @@ def test_layers_of_mixed_kinds_equal_float64(make_batch, team):
             batch.num_tokens, 1, DIM // 2, generator=torch.Generator().manual_seed(6)
         )
         rotations = torch.polar(torch.ones_like(angles), angles)
-        expected_hidden, expected = reference(
+        expected_hidden, expected, outcome = reference(
             hidden.numpy(),
             rotations.numpy(),
             plain,
@@ -161,7 +161,11 @@ def test_layers_of_mixed_kinds_equal_float64(make_batch, team):
             exact=True,
         )
         caches = [attention.new_cache(batch.num_blocks) for _ in layers]
+        whole = hidden.clone()
         mixed = decoder(hidden, rotations, caches)
         scale = np.abs(expected_hidden).max()
         np.testing.assert_allclose(hidden, expected_hidden, atol=1e-5 * scale, rtol=1e-4)
         np.testing.assert_allclose(mixed, expected, atol=1e-4 * np.abs(expected).max(), rtol=1e-3)
+        decoder(whole, rotations, caches, whole=True)
+        scale = np.abs(outcome).max()
+        np.testing.assert_allclose(whole, outcome, atol=1e-4 * scale, rtol=1e-3)

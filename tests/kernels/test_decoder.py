@@ -115,7 +115,7 @@ def test_layers_equal_float64(make_batch, team, kernel, rows, with_bias):
     hidden = random(batch.num_tokens, WIDTH, seed=5)
     angles = random(batch.num_tokens, 1, DIM // 2, seed=6)
     rotations = torch.polar(torch.ones_like(angles), angles)
-    expected_hidden, expected = reference(
+    expected_hidden, expected, outcome = reference(
         hidden.numpy(), rotations.numpy(), layers, batch.ends, (HEADS, KV_HEADS, DIM), 1e-5
     )
     for _ in range(2):  # the buffers and counters are used again
@@ -123,6 +123,26 @@ def test_layers_equal_float64(make_batch, team, kernel, rows, with_bias):
         mixed = decoder(begin, rotations, caches)
         np.testing.assert_allclose(begin, expected_hidden, atol=2e-4)
         np.testing.assert_allclose(mixed, expected, atol=2e-4)
+        whole = hidden.clone()
+        decoder(whole, rotations, caches, whole=True)
+        np.testing.assert_allclose(whole, outcome, atol=4e-4)
+
+
+def test_other_caches_are_taken_from_the_next_call_on(make_batch, team, kernel):
+    attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
+    decoder = Decoder(
+        team, kernel, [packed(layer) for layer in make_layers(False)], attention, 1e-5
+    )
+    batch = make_batch([(0, 4)], 16)
+    prepare(attention, batch.context)
+    rotations = torch.ones(4, 1, DIM // 2, dtype=torch.complex64)
+    both = [[attention.new_cache(batch.num_blocks) for _ in range(LAYERS)] for _ in range(2)]
+    for caches in both:
+        decoder(random(4, WIDTH), rotations, caches)
+    for (keys, values), (more_keys, more_values) in zip(*both, strict=True):
+        assert keys.any()
+        assert torch.equal(keys, more_keys)
+        assert torch.equal(values, more_values)
 
 
 def test_layers_refuse_what_they_would_read_wrongly(make_batch, team, kernel):

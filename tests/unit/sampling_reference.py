@@ -13,8 +13,16 @@ from torch import Tensor
 from trioserve.core.sampler import Sampler
 from trioserve.sampling_params import SamplingParams
 
+VOCAB = 517  # not a multiple of anything
+FREE = SamplingParams(temperature=0.9)
+TOP_K = SamplingParams(temperature=1.1, top_k=30)
+TOP_P = SamplingParams(temperature=0.8, top_p=0.9)
+MIN_P = SamplingParams(temperature=1.3, min_p=0.02)
+ALL = SamplingParams(temperature=1.2, top_k=40, top_p=0.95, min_p=0.01)
+GREEDY = SamplingParams(temperature=0)
 
-def make_logits(num_rows: int, vocab_size: int = 517, seed: int = 0, scale: float = 3) -> Tensor:
+
+def make_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0, scale: float = 3) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, vocab_size, generator=generator) * scale
 

@@ -35,6 +35,18 @@ class Machine:
         self.write("proc/cpuinfo", "processor : 0\nflags : fpu avx2 fma f16c sse2\n")
         self.write("proc/self/cgroup", "0::/\n")
 
+    def cores(self, cores: list[tuple[int, ...]]) -> None:
+        """Which processors share a core."""
+        for core in cores:
+            for processor in core:
+                topology = f"sys/devices/system/cpu/cpu{processor}/topology"
+                self.write(f"{topology}/core_cpus_list", ",".join(map(str, core)))
+
+    def nodes(self, lists: list[str]) -> None:
+        """Memory nodes by their processors."""
+        for number, processors in enumerate(lists):
+            self.write(f"sys/devices/system/node/node{number}/cpulist", processors)
+
     def write(self, path: str, text: object) -> None:
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +146,89 @@ class TestThreads:
         machine.write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", 300000)
         machine.write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", 100000)
         assert cpu.thread_count(AUTO, machine.root)[0] == 3
+
+    def test_quota_of_a_group_further_up(self, machine: Machine) -> None:
+        machine.write("proc/self/cgroup", "0::/outer/inner")
+        machine.write("sys/fs/cgroup/outer/cpu.max", "300000 100000")
+        machine.write("sys/fs/cgroup/outer/inner/cpu.max", "max 100000")
+        expected = (3, "the control group's processor quota")
+        assert cpu.thread_count(AUTO, machine.root) == expected
+
+    def test_two_processors_of_a_core_count_once(self, machine: Machine) -> None:
+        machine.cores([(0, 4), (1, 5), (2, 6), (3, 7)])
+        assert cpu.thread_count(AUTO, machine.root) == (4, "cores allowed")
+
+    def test_a_core_of_which_one_processor_is_allowed_counts(self, machine: Machine) -> None:
+        machine.cores([(0, 8), (1, 9), (2, 10), (3, 11), (4, 12), (5, 13), (6, 14), (7, 15)])
+        assert cpu.thread_count(AUTO, machine.root)[0] == 8
+
+    def test_one_memory_node_is_used(self, machine: Machine) -> None:
+        machine.nodes(["0-2", "3-11", ""])  # the third has memory alone
+        expected = (5, "cores of memory node 1 of 2")
+        assert cpu.thread_count(AUTO, machine.root) == expected
+
+    def test_the_quota_holds_on_a_node_too(self, machine: Machine) -> None:
+        machine.nodes(["0-3", "4-7"])
+        machine.write("proc/self/cgroup", "0::/job")
+        machine.write("sys/fs/cgroup/job/cpu.max", "200000 100000")
+        assert cpu.thread_count(AUTO, machine.root)[0] == 2
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(2, 2), (8, 8), (9, 8), (32, 31)])
+def test_one_of_many_processors_is_left_to_the_front_end(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, processors: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
+    assert cpu.thread_count(AUTO, machine.root)[0] == threads
+
+
+def test_none_is_left_where_cores_have_two_processors(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    machine.cores([(i, 16 + i) for i in range(16)])
+    assert cpu.thread_count(AUTO, machine.root) == (16, "cores allowed")
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """What this process was bound to."""
+    calls: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, to: calls.append(set(to)))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return calls
+
+
+@pytest.mark.usefixtures("eight")
+class TestBinding:
+    def test_to_the_node_that_is_used(self, machine: Machine, bound: list[set[int]]) -> None:
+        machine.nodes(["0-3", "4-7"])
+        cpu.prepare_environment(AUTO, machine.root)
+        assert bound == [{0, 1, 2, 3}]
+        assert os.environ["OMP_NUM_THREADS"] == "4"
+
+    def test_not_on_one_node(self, machine: Machine, bound: list[set[int]]) -> None:
+        machine.nodes(["0-15"])
+        cpu.prepare_environment(AUTO, machine.root)
+        assert bound == []
+
+    def test_not_where_threads_are_set(self, machine: Machine, bound: list[set[int]]) -> None:
+        machine.nodes(["0-3", "4-7"])
+        cpu.prepare_environment(Config(engine=EngineConfig(threads=8)), machine.root)
+        assert bound == []
+
+    def test_a_sandbox_that_forbids_it_is_no_fault(
+        self, machine: Machine, bound: list[set[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def forbidden(pid: int, to: set[int]) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+        machine.nodes(["0-3", "4-7"])
+        cpu.prepare_environment(AUTO, machine.root)
+        assert os.environ["OMP_NUM_THREADS"] == "4"
 
 
 def test_features(machine: Machine) -> None:

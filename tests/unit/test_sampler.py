@@ -15,6 +15,13 @@ from trioserve.core.sampler import Sampler
 from trioserve.sampling_params import SamplingParams
 
 from .sampling_reference import (
+    ALL,
+    FREE,
+    GREEDY,
+    MIN_P,
+    TOP_K,
+    TOP_P,
+    VOCAB,
     assert_distribution,
     chi_square_bound,
     make_logits,
@@ -22,13 +29,6 @@ from .sampling_reference import (
     sample_one,
 )
 
-VOCAB = 517  # not a multiple of anything
-FREE = SamplingParams(temperature=0.9)
-TOP_K = SamplingParams(temperature=1.1, top_k=30)
-TOP_P = SamplingParams(temperature=0.8, top_p=0.9)
-MIN_P = SamplingParams(temperature=1.3, min_p=0.02)
-ALL = SamplingParams(temperature=1.2, top_k=40, top_p=0.95, min_p=0.01)
-GREEDY = SamplingParams(temperature=0)
 KINDS = {"free": FREE, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P, "all": ALL}
 
 

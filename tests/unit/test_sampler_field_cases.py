@@ -13,15 +13,18 @@ from trioserve.core.sampler import Sampler
 from trioserve.errors import InvalidRequest
 from trioserve.sampling_params import SamplingParams
 
-from .sampling_reference import make_logits, sample_one
+from .sampling_reference import (
+    ALL,
+    FREE,
+    GREEDY,
+    MIN_P,
+    TOP_K,
+    TOP_P,
+    VOCAB,
+    make_logits,
+    sample_one,
+)
 
-VOCAB = 517
-FREE = SamplingParams(temperature=0.9)
-TOP_K = SamplingParams(temperature=1.1, top_k=30)
-TOP_P = SamplingParams(temperature=0.8, top_p=0.9)
-MIN_P = SamplingParams(temperature=1.3, min_p=0.02)
-ALL = SamplingParams(temperature=1.2, top_k=40, top_p=0.95, min_p=0.01)
-GREEDY = SamplingParams(temperature=0)
 RULES = SamplingParams(
     temperature=0.7,
     min_tokens=5,

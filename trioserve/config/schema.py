@@ -139,7 +139,8 @@ class EngineConfig:
     )
     threads: int | Auto = setting(
         "auto",
-        "Compute threads of the worker; `auto` is the processors it may use.",
+        "Compute threads of the worker; `auto` is the cores it may use of one memory node, within "
+        "the control group's quota; of more than 8 processors one is left to the front end.",
         check=auto_or(ge(1)),
     )
 

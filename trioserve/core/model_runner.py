@@ -25,6 +25,7 @@ from trioserve.core.batch import (
     ScheduledRow,
 )
 from trioserve.core.batch_state import BatchState
+from trioserve.core.candidates import first_best
 from trioserve.core.kv_cache import format_bytes
 from trioserve.core.prompt_logprobs import Part, PromptScorer, rows_of
 from trioserve.core.sampler import Sampler
@@ -85,11 +86,7 @@ class ModelRunner:
         self._layout: Layout
         self._model: Any
         self._state: BatchState
-        self._sampler = Sampler(
-            resolved.spec.vocab_size,
-            resolved.spec.eos_token_ids,
-            tokenizer_vocab_size=resolved.num_token_ids,
-        )
+        self._sampler: Sampler
         self._scorer = PromptScorer(resolved.num_token_ids or resolved.spec.vocab_size)
 
     # ------------------------------------------------------------------------- start-up
@@ -98,6 +95,12 @@ class ModelRunner:
         """Stages device, distributed, weights. Raises ModelError for files at fault."""
         with report.stage("device") as stage:
             self._choose_device(stage)
+        self._sampler = Sampler(
+            self._spec.vocab_size,
+            self._spec.eos_token_ids,
+            tokenizer_vocab_size=self._resolved.num_token_ids,
+            best=first_best if self._kernels is None else self._kernels.best,
+        )
         with report.stage("distributed", "one rank"):
             pass
         with report.stage("weights", self._layout) as stage:

@@ -17,7 +17,7 @@ depends on its own logits, parameters, seed and position alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from trioserve.sampling_params import SamplingParams
 
 _WIDTHS = (64, 1024, 4096)
 T = TypeVar("T")
+FirstBest = Callable[[Tensor], tuple[Tensor, Tensor]]
 # Below this, float32 would divide by zero; it is greedy long before.
 _MIN_TEMPERATURE = 1e-20
 # Rows scaled and cut at once, so that their copies stay in the cache of a core.
@@ -99,6 +100,7 @@ class Sampler:
         vocab_size: width of the logits.
         eos_token_ids: masked before ``min_tokens`` unless the sequence says ``ignore_eos``.
         tokenizer_vocab_size: ids from here on are padding of the model and never sampled.
+        best: finds the largest logit of each row and its lowest id, as ``candidates.first_best``.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class Sampler:
         *,
         tokenizer_vocab_size: int | None = None,
         device: torch.device | str = "cpu",
+        best: FirstBest = first_best,
     ) -> None:
+        self._first_best = best
         self._vocab_size = vocab_size
         self._num_token_ids = min(vocab_size, tokenizer_vocab_size or vocab_size)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -176,9 +180,9 @@ class Sampler:
             logits[:, self._num_token_ids :] = -math.inf
         rules = prepared.rules
         if rules is None:
-            changes, (best, chosen) = None, first_best(logits)
+            changes, (best, chosen) = None, self._first_best(logits)
         else:
-            changes, best, chosen = _apply(rules, positions, logits)
+            changes, best, chosen = _apply(rules, positions, logits, self._first_best)
         if prepared.free or prepared.cut:
             self._draw(prepared, positions, logits, best, chosen)
         tokens = chosen.tolist()
@@ -348,7 +352,7 @@ def _in_chunks(rows: list[T]) -> list[list[T]]:
 
 
 def _apply(
-    rules: BatchRules, positions: list[int], logits: Tensor
+    rules: BatchRules, positions: list[int], logits: Tensor, first_best: FirstBest
 ) -> tuple[Changes, Tensor, Tensor]:
     """Apply the rules; the best logit of each row then and its lowest id, as ``first_best``."""
     changes = rules.apply(positions, logits)

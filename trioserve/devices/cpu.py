@@ -5,6 +5,7 @@ Importing this loads nothing heavy: ``prepare_environment`` has to run before to
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
@@ -16,6 +17,9 @@ from trioserve.config.schema import Config
 
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 """Processor features that decide which kernels run, by their names in /proc/cpuinfo."""
+LEAVES_NONE = 8
+"""Up to so many processors all compute: one of them is worth more there than what the front end
+takes. Beyond, the front end would hold up all the others whenever it takes one."""
 _UNLIMITED = 1 << 62
 
 
@@ -47,31 +51,95 @@ def detect(config: Config, root: Path = Path("/")) -> Processor:
     )
 
 
-def prepare_environment(config: Config) -> None:
-    """Set what the libraries read when they are loaded. Call before torch is imported.
+def prepare_environment(config: Config, root: Path = Path("/")) -> None:
+    """Set what the libraries read when they are loaded, and where this thread and those that it
+    starts run. Call before torch is imported.
 
     Threads that wait for the next phase spin for some 2,000 turns, about 0.1 ms, and then sleep:
     long enough for the next phase of a step (without spinning a step took 15 % longer), too short
     to keep the server's parent process from the processor. What the user has set stays.
+
+    With ``threads`` "auto" on a machine of several memory nodes the process keeps to one of them.
     """
-    threads, _ = thread_count(config)
+    threads, _ = thread_count(config, root)
     for name, value in (
         ("OMP_NUM_THREADS", str(threads)),
         ("MKL_NUM_THREADS", str(threads)),
         ("GOMP_SPINCOUNT", "2000"),
     ):
         os.environ.setdefault(name, value)
+    if config.engine.threads == "auto":
+        allowed = os.sched_getaffinity(0)
+        node = _one_node(allowed, root)
+        if node.processors < allowed:
+            with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
+                os.sched_setaffinity(0, node.processors)
 
 
 def thread_count(config: Config, root: Path = Path("/")) -> tuple[int, str]:
-    """Compute threads, and why: as configured, else the processors this process may use."""
+    """Compute threads, and why.
+
+    As configured, else by what this process may use: the cores of one memory node, since all
+    threads wait for the slowest and memory of another node is slow; two processors of one core
+    count once, since what they compute and read they share; of more than LEAVES_NONE that are all
+    there is, one is left to the server's parent process; and no more than the control groups'
+    quota lets run at a time.
+    """
     if config.engine.threads != "auto":
         return config.engine.threads, "[engine] threads"
-    allowed = len(os.sched_getaffinity(0))
+    allowed = os.sched_getaffinity(0)
+    node = _one_node(allowed, root)
+    threads = len({_core(processor, root) for processor in node.processors})
+    reason = "processors allowed" if threads == len(allowed) else "cores allowed"
+    if node.of > 1:
+        reason = f"cores of memory node {node.number} of {node.of}"
+    elif threads == len(allowed) > LEAVES_NONE:
+        threads, reason = threads - 1, "processors allowed, one left to the front end"
     quota = _cpu_quota(root)
-    if quota < allowed:
+    if quota < threads:
         return max(1, int(quota)), "the control group's processor quota"
-    return allowed, "processors allowed"
+    return threads, reason
+
+
+@frozen
+class _Node:
+    """A memory node: those of its processors that may be used, and how many nodes there are."""
+
+    number: int
+    processors: frozenset[int]
+    of: int
+
+
+def _one_node(allowed: set[int], root: Path) -> _Node:
+    """The node with most of the allowed processors, of equals the first."""
+    nodes: dict[int, set[int]] = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        if processors := _cpu_list(path / "cpulist"):  # a node may have memory alone
+            nodes[int(path.name.removeprefix("node"))] = processors
+    shares = {number: processors & allowed for number, processors in sorted(nodes.items())}
+    if not any(shares.values()):
+        return _Node(0, frozenset(allowed), 1)
+    best = max(shares, key=lambda number: len(shares[number]))
+    return _Node(best, frozenset(shares[best]), len(nodes))
+
+
+def _core(processor: int, root: Path) -> int:
+    """The first of the processors that share a core with this one."""
+    topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
+    siblings = _cpu_list(topology / "core_cpus_list") or _cpu_list(
+        topology / "thread_siblings_list"
+    )
+    return min(siblings, default=processor)
+
+
+def _cpu_list(path: Path) -> set[int]:
+    """A file like ``0-3,8,10-11``; nothing where it cannot be read."""
+    processors: set[int] = set()
+    for part in ",".join(_lines(path)).split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit():
+            processors.update(range(int(first), int(last or first) + 1))
+    return processors
 
 
 # -------------------------------------------------------------------------------- memory

@@ -16,6 +16,7 @@ from attrs import frozen
 from torch import Tensor
 
 from trioserve.errors import ModelError
+from trioserve.kernels.cpu.best import FirstBest
 from trioserve.kernels.cpu.codes import Blocks
 from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
@@ -54,10 +55,11 @@ class PanelKernels:
 
     product: PanelProduct
     decoder: Kernel
+    best: FirstBest
 
     @classmethod
     def compile(cls, team: Team) -> PanelKernels:
-        return cls(product=PanelProduct(team), decoder=compile_decoder(team))
+        return cls(product=PanelProduct(team), decoder=compile_decoder(team), best=FirstBest(team))
 
     def finish(self, model: Any, attention: NumbaAttention) -> Any:
         """Make a model that was loaded into panels ready to run.
@@ -123,7 +125,12 @@ class FusedLlama:
         """As ``Llama.hidden``."""
         model = self.model
         hidden = model.embedding(token_ids)
-        mixed = self.decoder(hidden, self._rotations.rotations(positions), attention.caches)
+        rotations = self._rotations.rotations(positions)
+        # Not with ``exact``: a token must get the same where others beside it are not wanted.
+        if not self._exact and rows.tolist() == list(range(hidden.shape[0])):
+            self.decoder(hidden, rotations, attention.caches, whole=True)
+            return hidden
+        mixed = self.decoder(hidden, rotations, attention.caches)
         # The decoder leaves after the last layer's attention.
         layer = model.layers[-1]
         mixed, hidden = mixed[rows], hidden[rows]

@@ -28,17 +28,17 @@ from trioserve.text.template_limits import Limits, Stopped
 CHARS_PER_STEP = 64  # a step moves about so many characters in the time it takes
 ITEM_SIZE = 16  # what an item of a list counts beside what is in it; about as in memory
 MAX_NUMBER_BITS = 16 * 1024
-MAX_FORM_CHARS = 1024  # of a form of dates
+MAX_NUMBER_CHARS = 4096
+MAX_FORM_CHARS = 1024  # of a form of dates, and of names of attributes
+MAX_INDENT = 100
 CLOCK_STEPS = 256  # between two looks at the clock
 # In a form of texts: a width of six digits, or one that is an argument.
 PERCENT_WIDTH = re.compile(r"%[^%a-zA-Z]*(\d{6}|\*)")
 BRACE_WIDTH = re.compile(r"\{[^{}]*:[^{}]*\d{6}|\{[^{}]*\{")
 CONTAINERS = (list, tuple, dict, set, frozenset)
-# Of no use in a prompt, and costly or different each time.
-DROPPED_FILTERS = (
-    *("filesizeformat", "forceescape", "pprint", "random", "striptags", "urlize", "wordwrap"),
-    "xmlattr",
-)
+# Of no use in a prompt, and of a cost that nothing here bounds.
+DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap")
+SEARCHES = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         cpu_clock: seconds of processor time of the present thread.
     """
 
-    intercepted_binops = frozenset(("*", "**", "%"))
+    intercepted_binops = frozenset(("-", "*", "/", "//", "**", "%"))
 
     def __init__(self, cpu_clock: Callable[[], float] = time.thread_time) -> None:
         self.code_generator_class = _CodeGenerator
@@ -177,7 +177,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """``*``, ``**`` and ``%``."""
+        """All operators but ``+`` and ``~``."""
         meter = self._local.meter
         if operator == "%" and isinstance(left, str):
             _check_percent(left, meter, right)
@@ -307,6 +307,8 @@ def _check_method(
     name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any], meter: _Meter
 ) -> tuple[Any, ...]:
     """Before a method of a text is called; the arguments to call it with. Raises Stopped."""
+    if name in SEARCHES and args and isinstance(args[0], str):
+        meter.tick(len(text) * len(args[0]) // 16)  # these look at each pair of characters
     match name, args:
         case "join", (items,):
             items = list(_counted(iter(items), meter))
@@ -325,7 +327,7 @@ def _check_method(
             meter.check(len(text) + num_parts * ITEM_SIZE // 4)
         case "format", _:
             _check_braces(text, meter, (*args, *kwargs.values()))
-        case "translate" | "format_map" | "maketrans", _:
+        case "encode" | "format_map" | "maketrans" | "translate", _:
             raise Stopped(f"it called {name}, which is not to be had here")
     return args
 
@@ -365,6 +367,7 @@ def _replace(meter: _Meter, text: Any, old: Any, new: Any, count: Any = None) ->
 
 
 def _join(meter: _Meter, items: Any, by: Any = "", attribute: Any = None) -> None:
+    _names(meter, items, attribute)
     meter.check(len(items) * len(str(by)) + meter.size_of(items))
 
 
@@ -382,6 +385,7 @@ def _round(meter: _Meter, number: Any, precision: int = 0, method: str = "common
 
 
 def _sum(meter: _Meter, items: Any, attribute: Any = None, start: Any = 0) -> None:
+    _names(meter, items, attribute)
     if not isinstance(start, int | float):
         raise Stopped("it adds up what are no numbers")
 
@@ -391,15 +395,59 @@ def _list(meter: _Meter, items: Any) -> None:
         meter.check(len(items) * ITEM_SIZE // 4)
 
 
+def _int(meter: _Meter, text: Any, default: Any = 0, base: Any = 10) -> None:
+    if isinstance(text, str) and len(text) > MAX_NUMBER_CHARS:
+        raise Stopped(f"it reads a number of over {MAX_NUMBER_CHARS} digits")
+
+
+def _trim(meter: _Meter, text: Any, chars: Any = None) -> None:
+    if isinstance(text, str) and isinstance(chars, str):
+        meter.tick(len(text) * len(chars) // 16)
+
+
+def _tojson(
+    meter: _Meter,
+    value: Any,
+    ensure_ascii: Any = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: Any = False,
+) -> None:
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    if width > MAX_INDENT or (separators and sum(map(len, separators)) > MAX_INDENT):
+        raise Stopped(f"it indents or separates by over {MAX_INDENT} characters")
+
+
+def _names(meter: _Meter, items: Any, *args: Any, **kwargs: Any) -> None:
+    for name in (*args, *kwargs.values()):
+        if isinstance(name, str) and len(name) > MAX_FORM_CHARS:
+            raise Stopped(f"it names an attribute by over {MAX_FORM_CHARS} characters")
+
+
+def _first_name(meter: _Meter, items: Any, name: Any = "", *args: Any, **kwargs: Any) -> None:
+    _names(meter, items, name)
+
+
+def _map(meter: _Meter, items: Any, *args: Any, **kwargs: Any) -> None:
+    _names(meter, items, kwargs.get("attribute"))
+
+
 _FILTERS: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(("attr", "groupby", "max", "min", "sort", "unique"), _names),
+    **dict.fromkeys(("rejectattr", "selectattr"), _first_name),
     "batch": _parts,
     "center": _center,
     "format": _format,
     "indent": _indent,
+    "int": _int,
     "join": _join,
     "list": _list,
+    "map": _map,
     "replace": _replace,
     "round": _round,
     "slice": _parts,
     "sum": _sum,
+    "tojson": _tojson,
+    "trim": _trim,
+    "wordcount": _list,
 }

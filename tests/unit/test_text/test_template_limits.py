@@ -80,7 +80,16 @@ REFUSED = {
     "width of format as an argument": "{{ '{:{}}'.format(1, 999999999) }}",
     "width in the filter": "{{ '%999999999d' | format(1) }}",
     "bytes": "{{ (5).to_bytes(999999999, 'big') | length }}",
-    "bytes of a text": "{{ 'x'.encode().ljust(999999999) | length }}",
+    "json indented": "{{ messages | tojson(indent=999999999) }}",
+    "json separated": "{{ messages | tojson(separators=('x' * 999, ':')) }}",
+    "a number in many digits": "{{ ('f' * 9999) | int(0, 16) }}",
+    "attribute": "{{ messages | map(attribute='a.' * 9999) | list }}",
+    "attribute to sort by": "{{ messages | sort('a.' * 9999) }}",
+    "attribute to select by": "{{ messages | selectattr('a.' * 9999) | list }}",
+    "encode": "{{ 'x'.encode('punycode') }}",
+    "strip of very many": "{{ ('x' * 90000).strip('y' * 90000) }}",
+    "search from the right": "{{ ('x' * 90000).rfind('y' ~ 'x' * 90000) }}",
+    "trim of very many": "{{ ('x' * 90000) | trim('y' * 90000) }}",
     "translate": "{{ 'x'.translate({120: 'y' * 9999}) }}",
     "sum of lists": "{{ [[1], [2]] | sum(start=[]) }}",
     "round": "{{ 1.5 | round(999999999, 'floor') }}",
@@ -123,6 +132,13 @@ def test_processor_time_is_bounded() -> None:
     template = ChatTemplate("{% for a in range(9999) %}{% endfor %}", cpu_clock=clock)
     with pytest.raises(TemplateStopped, match=r"over 5 s of processor time"):
         template.render([USER])
+
+
+@pytest.mark.parametrize("by", ["// 3", "- 1", "* 1", "% 7"])
+def test_numbers_that_grew_by_adding_are_refused(by: str) -> None:
+    grown = "{% set ns = namespace(x=1) %}{% for i in range(17000) %}{% set ns.x = ns.x + ns.x %}"
+    message = stopped_by(grown + "{% endfor %}{{ ns.x " + by + " }}", Limits())
+    assert "number of over 16384 bits" in message
 
 
 def test_names_show_nothing_of_what_they_hold() -> None:
@@ -168,6 +184,12 @@ LEGAL = [
     "{{ dict(a=1) }}{{ messages[0] | items | list }}{{ messages[0].get('x', 'y') }}{{ '<' | e }}",
     "{% for a in range(5) %}{% if a == 1 %}{% continue %}{% elif a == 3 %}{% break %}{% endif %}"
     "{{ a }}{% endfor %}",
+    "{{ {'a': [1]} | tojson(indent=2) }}{{ ' a '.strip() }}{{ 'xax'.strip('x') }}",
+    "{{ 'a.b'.rfind('.') }}",
+    "{{ 7 - 2 }}{{ 7 / 2 }}{{ 7 // 2 }}{{ -7 }}{{ '0x1f' | int(0, 16) }}{{ 'xax' | trim('x') }}",
+    "{{ messages | map(attribute='content') | list }}",
+    "{{ messages | sort(attribute='role') | length }}",
+    "{{ messages | groupby('role') | length }}{{ 'a b c' | wordcount }}{{ 1024 | filesizeformat }}",
     "{% filter upper %}abc{{ messages[0].role }}{% endfilter %}",
     "{% with y = 1 %}{{ y }}{% endwith %}",
 ]
