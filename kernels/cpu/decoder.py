@@ -24,6 +24,7 @@ from trioserve.kernels.cpu.paged_attention import PagedAttention, attend_share
 from trioserve.kernels.cpu.panel_product import (
     Panels,
     product_share,
+    record_bytes,
     scratch_bytes,
     split_bytes,
 )
@@ -349,12 +350,14 @@ class Decoder:
         self._mixed = torch.zeros(rows, self._mixed_width)
         self._gate_up = torch.zeros(rows, 2 * self._inner)
         self._gated = torch.zeros(rows, self._inner)
-        stride = scratch_bytes(rows, max(self._width, self._inner, self._mixed_width))
+        most = max(self._width, self._inner, self._mixed_width)
+        stride = scratch_bytes(rows, most)
         self._scratch = aligned_bytes(self._threads * stride)
         linears = self._linears
         linears["scratch"], linears["scratch_stride"] = self._scratch.ctypes.data, stride
+        self._records = aligned_bytes(record_bytes(rows, most))
+        linears["records"] = self._records.ctypes.data
         if self._tiles is not None:
-            most = max(self._width, self._inner, self._mixed_width)
             self._split = aligned_bytes(split_bytes(rows, most))
             linears["split"], linears["tiles"] = self._split.ctypes.data, self._tiles.ctypes.data
         for which, source in (

@@ -14,10 +14,7 @@ Without an OpenMP library in the process the kernels run on the calling thread.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +25,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from trioserve.kernels import cache
+
 log = logging.getLogger("trioserve.kernels")
 
 # Not "nnan" nor "ninf": a row that overflows must show it, or the sampler cannot fail it alone.
@@ -36,23 +35,8 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def cache_directory() -> Path | None:
-    """Where compiled kernels are kept, or None if no such directory can be written.
-
-    The name holds a digest of all kernel sources, because numba's own check sees only the file of
-    the outermost function. Files in it are replaced atomically, so servers may share it.
-    """
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    digest = hashlib.sha256(f"{numba.__version__} {llvm.llvm_version_info}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    path = Path(root) / "trioserve" / "numba" / digest.hexdigest()[:16]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
-    except OSError as error:
-        log.warning("compiled kernels are not kept: %s", error)
-        return None
+    """Where compiled kernels are kept, or None; see ``trioserve.kernels.cache``."""
+    return cache.cache_directory(f"{numba.__version__} {llvm.llvm_version_info}")
 
 
 class Team:

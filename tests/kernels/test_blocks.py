@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks, quantize_q8
 from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder, reference
 from trioserve.kernels.cpu.paged_attention import PagedAttention
-from trioserve.kernels.cpu.panel_product import FEW_ROWS, PanelProduct, Panels
+from trioserve.kernels.cpu.panel_product import BYTE_ROWS, FEW_ROWS, PanelProduct, Panels
 
 HEADS, KV_HEADS, DIM, INNER = 4, 2, 8, 544
 WIDTH = HEADS * DIM
@@ -46,7 +46,7 @@ def products(team) -> PanelProduct:
 @settings(max_examples=80)
 @given(
     bits=st.sampled_from([Q4, Q8]),
-    rows=st.one_of(st.integers(1, 14), st.sampled_from([65, 130])),
+    rows=st.one_of(st.integers(1, BYTE_ROWS + 2), st.sampled_from([65, 130])),
     lines=st.one_of(st.integers(1, 4), st.sampled_from([15, 16, 17, 35])),
     outputs=st.integers(1, 100),
     with_bias=st.booleans(),
@@ -65,7 +65,7 @@ def test_product_equals_float64(
 
 
 @pytest.mark.parametrize("bits", [Q4, Q8])
-@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 3])
+@pytest.mark.parametrize("rows", [FEW_ROWS, BYTE_ROWS, BYTE_ROWS + 3])
 def test_a_row_of_a_product_does_not_see_the_others(products, bits, rows):
     weight = Panels.of_blocks(random_blocks(bits, 70, 608))
     x = torch.randn(rows, 608, generator=torch.Generator().manual_seed(1))

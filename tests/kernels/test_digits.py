@@ -9,7 +9,7 @@ import torch
 
 from trioserve.kernels.cpu import digits
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks
-from trioserve.kernels.cpu.panel_product import FEW_ROWS, PanelProduct, Panels
+from trioserve.kernels.cpu.panel_product import BYTE_ROWS, PanelProduct, Panels
 from trioserve.kernels.cpu.runtime import Team
 
 pytestmark = pytest.mark.skipif(
@@ -103,7 +103,7 @@ def test_a_row_gets_the_same_alone_and_among_others(bits):
         )
     )
     product = PanelProduct(Team(1))
-    x = torch.randn(FEW_ROWS, 19 * BLOCK, generator=source)
+    x = torch.randn(BYTE_ROWS, 19 * BLOCK, generator=source)
     together = product(x, weight)
-    for row in range(FEW_ROWS):
+    for row in range(BYTE_ROWS):
         assert torch.equal(product(x[row : row + 1], weight)[0], together[row])
