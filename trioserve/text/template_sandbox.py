@@ -174,6 +174,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if size > meter.limits.size:
                 meter.check(size)
             kept.append(piece)
+        meter.tick(size)
         return "".join(kept)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -232,6 +233,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 class _CodeGenerator(CodeGenerator):
     """Writes Python that counts."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inner_adds: dict[int, nodes.Node] = {}  # by id; their sums are looked at further out
+
     def blockvisit(self, body: Iterable[nodes.Node], frame: Frame) -> None:
         self.writeline("environment.tick()")
         super().blockvisit(body, frame)
@@ -244,9 +249,13 @@ class _CodeGenerator(CodeGenerator):
         self.write("))")
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
-        # With a constant a text grows by no more than the template's own length.
+        # With a constant a text grows by no more than the template's own length, until it is looked
+        # at: that is done once for a row of sums.
         grows = not isinstance(node.left, nodes.Const) and not isinstance(node.right, nodes.Const)
-        self.write("environment.added(" if grows else "(")
+        looks = id(node) not in self._inner_adds
+        if not grows and isinstance(node.left, nodes.Add):
+            self._inner_adds[id(node.left)] = node.left
+        self.write("environment.added(" if grows else "environment.made(" if looks else "(")
         self.visit(node.left, frame)
         self.write(", " if grows else " + ")
         self.visit(node.right, frame)

@@ -28,6 +28,12 @@ ENDLESS = {
     "{% endfor %}",
     "many texts": "{% set x %}{% for a in range(9999) %}{{ a | center(90000) }}{% endfor %}"
     "{% endset %}",
+    "plus a constant": "{% set ns = namespace(x='') %}{% for i in range(900) %}"
+    "{% set ns.x = ns.x + '" + "x" * 999 + "' %}{% endfor %}",
+    "plus constants": "{% set ns = namespace(x='') %}{% for i in range(900) %}"
+    "{% set ns.x = 'a' + ns.x + '" + "x" * 999 + "' + 'b' %}{% endfor %}",
+    "many blocks": "{% set t = 'x' * 90000 %}{% set z %}{% for i in range(500) %}{% set y %}{{ t }}"
+    "{% endset %}{% if y %}{% endif %}{% endfor %}{% endset %}",
     "many lists shown": "{% set l = range(9000) | list %}{% macro m() %}{% for a in range(9999) %}"
     "{{ l }}{% endfor %}{% endmacro %}{{ m() | length }}",
 }
