@@ -85,6 +85,9 @@ def _emit_block_tile(
 
     def block(line, totals):
         base = builder.add(b, builder.mul(line, index(LINE_BYTES[bits])))
+        if rows == 1:
+            for offset in range(0, LINE_BYTES[bits], 64):
+                simd.prefetch(builder, builder.add(base, index(simd.AHEAD + offset)))
         codes = builder.add(base, index(head))
         x = builder.add(a, builder.mul(line, index(BLOCK * 4)))
 

@@ -40,6 +40,7 @@ from trioserve.kernels.cpu.runtime import (
 
 COLUMNS = 512  # of the activation, one thread at a time
 QKV, OUTPUT, GATE_UP, DOWN = range(4)  # a layer's products
+OWN_FIELDS = 9  # the first of attention's parameters, up to ``values``: a layer's own
 
 _FIELDS = (
     *("hidden", "normed", "heads", "gate_up", "gated", "rotations", "norms"),
@@ -269,6 +270,7 @@ class Decoder:
         self._attention_counters = np.array(
             [line[4].ctypes.data for line in self._counters], np.int64
         )
+        self._attention_params = np.frombuffer(attention.params, np.int64)
         self._caches: list[tuple[Tensor, Tensor]] | None = None
         p.norms, p.linears = self._norms.ctypes.data, self._linears.ctypes.data
         p.attentions = self._attentions.ctypes.data
@@ -372,21 +374,20 @@ class Decoder:
         p = self._params
         p.normed, p.heads = self._normed.data_ptr(), self._heads.data_ptr()
         p.gate_up, p.gated = self._gate_up.data_ptr(), self._gated.data_ptr()
-
-    def _set_attention(self, caches: list[tuple[Tensor, Tensor]]) -> None:
-        """Give every layer the step's rows, and its own cache."""
-        lines = self._attentions
-        lines[:] = np.frombuffer(self._attention.params, _ATTENTION)[0]
-        dim, heads = self._params.head_dim, self._heads.data_ptr()
+        lines, heads = self._attentions, p.heads
+        dim = p.head_dim
         lines["query"], lines["out"] = heads, self._mixed.data_ptr()
         lines["key"] = heads + self._mixed_width * 4
         lines["value"] = heads + (self._mixed_width + self._attention.kv_heads * dim) * 4
         for name in ("query_stride", "key_stride", "value_stride"):
             lines[name] = self._heads_width
-        if caches is not self._caches:  # the same for every step: a look at each takes longer
+
+    def _set_attention(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """Give every layer the step's rows, and its own cache."""
+        table = self._attentions.view(np.int64).reshape(len(self._attentions), -1)
+        if caches is not self._caches:  # the same for every step: to look at each takes longer
             self._caches = caches
-            self._cache_addresses = np.array(
-                [[keys.data_ptr(), values.data_ptr()] for keys, values in caches], np.int64
-            )
-        lines["keys"], lines["values"] = self._cache_addresses.T
-        lines["counters"] = self._attention_counters
+            self._attentions["keys"] = [keys.data_ptr() for keys, _ in caches]
+            self._attentions["values"] = [values.data_ptr() for _, values in caches]
+        table[:, OWN_FIELDS:] = self._attention_params[OWN_FIELDS:]
+        self._attentions["counters"] = self._attention_counters

@@ -39,9 +39,10 @@ QUERIES = 24  # query vectors of one tile, about: tokens × heads per KV head
 ITEM = 6  # int32 values an item: row, first query, queries, first key, last key, part
 
 
-_FIELDS = (
+_FIELDS = (  # the first two lines are a layer's, the others a step's: the decoder relies on it
     *("query", "query_stride", "key", "key_stride", "value", "value_stride", "out"),
-    *("keys", "values", "slots", "row_starts", "query_starts", "row_tables"),
+    *("keys", "values"),
+    *("slots", "row_starts", "query_starts", "row_tables"),
     *("tables", "table_stride", "items", "num_items", "item_capacity"),
     *("num_tokens", "num_rows", "first_parts", "parts", "scratch", "scratch_stride"),
     *("kv_heads", "group", "head_dim", "lanes", "block_size", "threads", "counters", "exact"),
