@@ -121,8 +121,9 @@ def _spread(outcome: Any, began: float) -> list[float]:
 
 
 @contextlib.contextmanager
-def peer(name: str, python: str, model: str) -> Iterator[tuple[Ask, float] | None]:
-    """Another engine in a process; None, and a line on stderr, where it is not installed."""
+def peer(name: str, python: str, model: str) -> Iterator[tuple[Ask, dict[str, Any]] | None]:
+    """Another engine in a process, and what it says of itself; None, and a line on stderr, where
+    it is not installed."""
     command = [python, str(PEER), name, model]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -146,7 +147,7 @@ def peer(name: str, python: str, model: str) -> Iterator[tuple[Ask, float] | Non
             print(f"{name} is left out: {first['missing']}", file=sys.stderr)
             yield None
         else:
-            yield ask, first["load_s"]
+            yield ask, first
     finally:
         process.stdin.close()
         process.kill()
@@ -208,19 +209,21 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         systems: dict[str, Ask] = {}
         started: dict[str, float] = {}
+        chosen: dict[str, dict[str, Any]] = {}
         ours = stack.enter_context(trioserve_server(arguments.options))
         systems["trioserve"], started["trioserve"] = ours
         for name, python in arguments.peer:
             found = stack.enter_context(peer(name, python or arguments.python, default_gguf()))
             if found is not None:
-                systems[name], started[name] = found
+                systems[name], chosen[name] = found
+                started[name] = chosen[name].pop("load_s")
         for text in arguments.url:
             name, _, url = text.partition("=")
             target = Target.of(url)
             model, _ = trio.run(describe_server, target, 0.0)
             systems[name] = over_http(target, model)
         seen = measure(systems, arguments.rounds, seed)
-    report(seen, started, told, arguments)
+    report(seen, started, told | {"chosen": chosen}, arguments)
 
 
 def measure(systems: dict[str, Ask], rounds: int, seed: str) -> dict[str, dict[str, list[float]]]:

@@ -2,9 +2,10 @@
 
     python bench/lib/peers.py openvino-genai MODEL.gguf
 
-First line out: the seconds the load took. Each line in is a list of prompts (texts) and the tokens
-wanted of each; each line out has, for every prompt, when its tokens came, in seconds from the
-moment the line was read. All prompts of a line run at once, greedy, without a stop before the end.
+First line out: the seconds the load took, and what was chosen. Each line in is a list of prompts
+(texts) and the tokens wanted of each; each line out has, for every prompt, when its tokens came, in
+seconds from the moment the line was read. All prompts of a line run at once, greedy, without a stop
+before the end.
 Runs in the peer's own Python, so it needs nothing but that and the standard library.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -80,14 +82,19 @@ def next_batch(
     return batch
 
 
-def llama_cpp(path: str) -> Run:
-    """Through the library's own interface, many sequences in one batch."""
+def llama_cpp(path: str, *, own_layouts: bool = True) -> Run:
+    """Through the library's own interface, many sequences in one batch.
+
+    ``own_layouts``: let it lay weights out as it likes them on this processor.
+    """
     import llama_cpp as api
 
     quiet = api.llama_log_callback(lambda level, text, data: None)
     api.llama_log_set(quiet, None)
     api.llama_backend_init()
-    model = api.llama_model_load_from_file(path.encode(), api.llama_model_default_params())
+    params = api.llama_model_default_params()
+    params.use_extra_bufts = own_layouts
+    model = api.llama_model_load_from_file(path.encode(), params)
     if model is None:
         raise SystemExit(f"llama.cpp cannot load {path}")
     sessions: dict[tuple[int, int], LlamaSession] = {}
@@ -113,6 +120,20 @@ def llama_cpp(path: str) -> Run:
 
     run.quiet = quiet  # type: ignore[attr-defined]  # the library calls it as long as it lives
     return run
+
+
+def try_llama_cpp(path: str) -> dict[str, bool]:
+    """What ``llama_cpp`` may use here, tried in a process of its own: a build for this very
+    processor has been seen to end with an illegal instruction (its AMX code, 0.3.36)."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import peers; "
+    code += "peers.llama_cpp(sys.argv[2])(['the of and to ' * 16], 2)"
+    command = [sys.executable, "-c", code, os.path.dirname(os.path.abspath(__file__)), path]
+    status = subprocess.run(command, capture_output=True).returncode
+    if status >= 0:
+        return {"own_layouts": True}
+    told = f"llama.cpp ends with signal {-status} with its layouts for this processor; without them"
+    print(told, file=sys.stderr)
+    return {"own_layouts": False}
 
 
 def tokenize(api: Any, model: Any, text: str) -> list[int]:
@@ -164,23 +185,25 @@ class LlamaSession:
         return chosen
 
 
-ENGINES: dict[str, Callable[[str], Run]] = {
+ENGINES: dict[str, Callable[..., Run]] = {
     "openvino-genai": openvino_genai,
     "llama-cpp": llama_cpp,
 }
+TRIALS: dict[str, Callable[[str], dict[str, bool]]] = {"llama-cpp": try_llama_cpp}
 
 
 def main(name: str, path: str) -> None:
     def answer(value: Any) -> None:
         print(json.dumps(value), flush=True)
 
+    found = TRIALS[name](path) if name in TRIALS else {}
     began = time.perf_counter()
     try:
-        run = ENGINES[name](path)
+        run = ENGINES[name](path, **found)
     except ImportError as error:
         answer({"missing": str(error)})
         return
-    answer({"load_s": time.perf_counter() - began})
+    answer({"load_s": time.perf_counter() - began, **found})
     for line in sys.stdin:
         asked = json.loads(line)
         answer(run(asked["prompts"], asked["max_tokens"]))
