@@ -204,7 +204,7 @@ BEFORE_HELLO = {
     "signal": r"signal 11 \(SIGSEGV\) before it said Hello; it last said: Fatal Python error",
     "raise": r"exited with code 1 before it said Hello; it last said: RuntimeError: fault hook",
     "memory": r"exited with code 1 before it said Hello; it last said: MemoryError",
-    "protocol": r"with protocol 2.*restart after an upgrade",
+    "protocol": r"with protocol \d.*restart after an upgrade",
     "sleep": r"did not say Hello within",
     "gil": r"did not say Hello within",
 }
