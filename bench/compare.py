@@ -152,6 +152,7 @@ def peer(name: str, python: str, model: str) -> Iterator[tuple[Ask, dict[str, An
         process.stdin.close()
         process.kill()
         process.wait()
+        process.stdout.close()
 
 
 def prompts_of(load: Load, seed: str) -> list[str]:

@@ -278,3 +278,59 @@ def test_a_short_comparison_leaves_out_what_is_not_installed() -> None:
     assert result["conditions"]["processors"] > 0
     assert all(value > 0 for value in result["median"]["trioserve"].values())
     assert result["ready_s"]["trioserve"] > 0
+
+
+FAKE_ENGINE = """
+import time
+
+
+class SchedulerConfig: pass
+
+
+class GenerationConfig: pass
+
+
+class Output:
+    generated_ids = [1]
+
+
+class Handle:
+    def __init__(self, wanted): self.left, self.ready = wanted.max_new_tokens, False
+    def can_read(self): return self.ready
+    def read(self):
+        self.ready = False
+        return {0: Output}
+
+
+class ContinuousBatchingPipeline:
+    def __init__(self, path, settings, device): self.handles = []
+    def add_request(self, number, prompt, wanted):
+        self.handles.append(Handle(wanted))
+        return self.handles[-1]
+    def has_non_finished_requests(self): return any(one.left for one in self.handles)
+    def step(self):
+        time.sleep(0.0005)
+        for one in self.handles:
+            if one.left: one.left, one.ready = one.left - 1, True
+"""
+
+
+def test_a_peer_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "openvino_genai.py").write_text(FAKE_ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with compare.peer("openvino-genai", sys.executable, "no.gguf") as found:
+        assert found is not None
+        ask, told = found
+        assert told["load_s"] >= 0
+        first, second = ask(["a", "b"], 3)
+    assert len(first) == len(second) == 3
+    assert 0 < first[0] < first[1] < first[2]
+
+
+def test_llama_cpp_is_tried_before_it_is_measured(tmp_path: Path, monkeypatch: Any) -> None:
+    module = tmp_path / "llama_cpp.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    module.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    assert peers.try_llama_cpp("no.gguf") == {"own_layouts": False}
+    module.write_text("raise ImportError('no such library')\n")
+    assert peers.try_llama_cpp("no.gguf") == {"own_layouts": True}
