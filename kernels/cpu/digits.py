@@ -259,8 +259,9 @@ def _add_block(builder, base, place, bits, half, sums, row, total):
     return total
 
 
-_q8_1, _q8_2, _q8_3, _q8_4 = (_tile(rows, Q8) for rows in (1, 2, 3, 4))
-_q4_1, _q4_2, _q4_3, _q4_4 = (_tile(rows, Q4) for rows in (1, 2, 3, 4))
+# Three rows are two and one: each of these costs half a second to compile.
+_q8_1, _q8_2, _q8_4 = (_tile(rows, Q8) for rows in (1, 2, 4))
+_q4_1, _q4_2, _q4_4 = (_tile(rows, Q4) for rows in (1, 2, 4))
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -271,11 +272,12 @@ def q8_product(rows, records, panel, c, ldc, lines, accumulate):
         rows -= 4
         records += 4 * lines * RECORD
         c += 4 * ldc * 4
-    if rows == 3:
-        _q8_3(records, panel, c, ldc, lines, accumulate)
-    elif rows == 2:
+    if rows >= 2:
         _q8_2(records, panel, c, ldc, lines, accumulate)
-    elif rows == 1:
+        rows -= 2
+        records += 2 * lines * RECORD
+        c += 2 * ldc * 4
+    if rows == 1:
         _q8_1(records, panel, c, ldc, lines, accumulate)
 
 
@@ -287,9 +289,10 @@ def q4_product(rows, records, panel, c, ldc, lines, accumulate):
         rows -= 4
         records += 4 * lines * RECORD
         c += 4 * ldc * 4
-    if rows == 3:
-        _q4_3(records, panel, c, ldc, lines, accumulate)
-    elif rows == 2:
+    if rows >= 2:
         _q4_2(records, panel, c, ldc, lines, accumulate)
-    elif rows == 1:
+        rows -= 2
+        records += 2 * lines * RECORD
+        c += 2 * ldc * 4
+    if rows == 1:
         _q4_1(records, panel, c, ldc, lines, accumulate)
