@@ -404,6 +404,12 @@ def _list(meter: _Meter, items: Any) -> None:
         meter.check(len(items) * ITEM_SIZE // 4)
 
 
+def _words(meter: _Meter, text: Any) -> None:
+    size = len(text) if isinstance(text, str) else 0
+    meter.check(size * ITEM_SIZE // 4)
+    meter.tick(size * ITEM_SIZE // 2)  # each word becomes a text of its own
+
+
 def _int(meter: _Meter, text: Any, default: Any = 0, base: Any = 10) -> None:
     if isinstance(text, str) and len(text) > MAX_NUMBER_CHARS:
         raise Stopped(f"it reads a number of over {MAX_NUMBER_CHARS} digits")
@@ -457,6 +463,7 @@ _FILTERS: dict[str, Callable[..., None]] = {
     "slice": _parts,
     "sum": _sum,
     "tojson": _tojson,
+    "title": _words,
     "trim": _trim,
-    "wordcount": _list,
+    "wordcount": _words,
 }

@@ -72,6 +72,8 @@ LARGE = {
     "join": "{{ ('y' * 9999).join(['a'] * 999) }}",
     "join filter": "{{ (['a'] * 999) | join('y' * 9999) }}",
     "join what comes": "{{ range(9999) | map('center', 999) | join }}",
+    "title": "{{ ('ab ' * 9999) | title | length }}",
+    "wordcount": "{{ ('ab ' * 9999) | wordcount }}",
     "indent": "{{ ('a\n' * 999) | indent(99999) }}",
     "split": "{{ ('a,' * 40000).split(',') | length }}",
 }
