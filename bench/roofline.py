@@ -49,7 +49,7 @@ def work_of(line: dict[str, Any], model: dict[str, Any]) -> dict[str, dict[str, 
 def against(name: str, ms: float, work: dict[str, float], machine: dict[str, Any]) -> dict:
     """One line: what was reached, and its shares of what the machine can do."""
     gigabytes, gigaflops = 1e-6 * work["bytes"] / ms, 1e-6 * work["flops"] / ms
-    peaks = {kind: machine[f"{kind}_gflops"] for kind in ("fp32", "bf16")}
+    peaks = {name.partition("_")[0]: machine[name] for name in FIELDS[2:]}
     peak = max(filter(None, peaks.values()))
     return {
         "figure": name,

@@ -5,7 +5,11 @@ A cold start has a cache directory of its own that holds the fetched model files
 so kernels are compiled and tokenizers converted; a warm start follows on the same directory. The
 user's cache is not touched. Files are in the system's page cache in both cases.
 
-    python bench/startup.py [--cold 2] [--warm 5] [-- MODEL.toml --set SECTION.KEY=VALUE ...]
+`--imports` adds what the parent and its worker import, package by package, from one more start
+under `python -X importtime`, which is slower than the others; its times are for comparing packages
+with each other.
+
+    python bench/startup.py [--cold 2] [--warm 5] [--imports] [-- MODEL.toml ...]
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
+from lib import imports
 from lib.answers import read_answer
 from lib.client import Target, Workload, closed_loop, exchange, get_json
 from lib.output import add_output_options, conditions, read_baseline, write_result
@@ -123,6 +128,27 @@ async def start_once(
     return result
 
 
+async def import_times(
+    arguments: list[str], env: dict[str, str], deadline_s: float
+) -> dict[str, Any]:
+    """Milliseconds and modules by package, of the parent and of its worker up to Ready."""
+    with tempfile.NamedTemporaryFile("w+") as log:
+        # The worker's lines come on the parent's stderr, marked as its log lines are.
+        env = {**env, "PYTHONPROFILEIMPORTTIME": "1"}
+        port = free_port()
+        target = Target.of(f"http://127.0.0.1:{port}")
+        with server(arguments, env, port, log=log) as process, fail_after(deadline_s):
+            while not await is_open(target) or (await get_json(target, "/health/ready"))[0] != 200:
+                check_runs(process)
+                await trio.sleep(READY_POLL_S)
+            stop(process)
+        log.seek(0)
+        lines = log.read().splitlines()
+    ours = [line for line in lines if line.startswith("import time:")]
+    workers = [line for line in lines if " worker: import time:" in line]
+    return {"parent": imports.by_package(ours), "worker": imports.by_package(workers)}
+
+
 def workload_for(startup: dict[str, Any]) -> Workload:
     """Short prompts and answers for the model that is served."""
     vocab_size = startup["info"]["vocab_size"]
@@ -169,24 +195,33 @@ async def is_open(target: Target) -> bool:
         return True
 
 
-async def measure_starts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    """Cold starts, each with a cache of its own, and warm starts after the last of them."""
-    cold, warm = [], []
+async def measure_starts(args: argparse.Namespace) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Cold starts, each with a cache of its own; warm starts, and imports, after the last."""
+    cold, warm, imported = [], [], {}
     for turn in range(max(args.cold, 1)):
         with cache_with_model() as env:
             found = await start_once(args.arguments, env, args.deadline, 0)
             if args.cold:
                 cold.append(found)
-            for _ in range(args.warm if turn == max(args.cold, 1) - 1 else 0):
+            if turn < max(args.cold, 1) - 1:
+                continue
+            for _ in range(args.warm):
                 found = await start_once(args.arguments, env, args.deadline, args.load_requests)
                 warm.append(found)
-    return cold, warm
+            if args.imports:
+                imported = await import_times(args.arguments, env, args.deadline)
+    return cold, warm, imported
 
 
 async def main(args: argparse.Namespace) -> dict[str, Any]:
     commands = short_commands(args.commands) if args.commands else {}
-    cold, warm = await measure_starts(args)
-    median = {"commands": commands, "cold": median_of(cold), "warm": median_of(warm)}
+    cold, warm, imported = await measure_starts(args)
+    median = {
+        "commands": commands,
+        "cold": median_of(cold),
+        "warm": median_of(warm),
+        "imports": imported,
+    }
     return {
         "bench": "startup",
         "conditions": conditions(),
@@ -207,6 +242,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm", default=5, help="warm starts", **count)
     parser.add_argument("--load-requests", default=32, help="before memory is read again", **count)
     parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="of each start")
+    parser.add_argument("--imports", action="store_true", help="also what is imported, by package")
     add_output_options(parser)
     return parser.parse_args(arguments)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from attrs import frozen
+from attrs import fields_dict, frozen
 
 COPIED_BYTES = 768 * 2**20  # beyond any cache of a server's processor
 SIDE = 2048
@@ -34,6 +34,13 @@ class Machine:
     fp32_gflops: float
     bf16_gflops: float | None
     int8_gops: float | None
+
+    def or_better(self, other: Machine) -> Machine:
+        """The better figure of each kind: what others do meanwhile can only make one worse."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in fields_dict(Machine)}
+        return Machine(
+            **{name: None if None in pair else max(pair) for name, pair in pairs.items()}
+        )
 
 
 def best_s(call: Callable[[], object], turns: int = TURNS) -> float:

@@ -216,11 +216,12 @@ def roofline(sections: Sections) -> list[tuple[Any, ...]]:
             "GFLOP/s",
             f"of {cell(machine['fp32_gflops'])} in fp32",
             f"of {cell(machine['bf16_gflops'])} in bf16",
+            f"of {cell(machine['int8_gops'])} in int8",
         )
     ]
     columns = ("figure", "ms", "least_ms", "gb_per_s", "share_of_read", "gflops")
     for line in sections["step"]["roofline"]:
-        shares = (line["share_of_fp32"], line["share_of_bf16"])
+        shares = (line[f"share_of_{kind}"] for kind in ("fp32", "bf16", "int8"))
         rows.append((*(line[name] for name in columns), *shares))
     return rows
 

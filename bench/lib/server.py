@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from lib.ending import with_parent
 
@@ -22,12 +23,16 @@ def trioserve() -> list[str]:
 
 
 @contextlib.contextmanager
-def server(arguments: list[str], env: dict[str, str], port: int) -> Iterator[subprocess.Popen]:
+def server(
+    arguments: list[str], env: dict[str, str], port: int, log: IO[str] | None = None
+) -> Iterator[subprocess.Popen]:
     """A started server, stopped at the end; what it wrote goes to stderr if the block fails.
 
-    It does not outlive this process either: to be called in its main thread.
+    It does not outlive this process either: to be called in its main thread. ``log`` is an opened
+    file to write to; it stays the caller's.
     """
-    with tempfile.TemporaryFile("w+") as log:
+    with contextlib.ExitStack() as files:
+        log = log or files.enter_context(tempfile.TemporaryFile("w+"))
         command = [*trioserve(), "run", *arguments, "--port", str(port)]
         process = subprocess.Popen(
             command,

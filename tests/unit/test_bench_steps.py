@@ -139,3 +139,11 @@ def test_the_roofline_is_made_of_steps_measured_before(tmp_path: Path) -> None:
     assert code == 0, err
     assert result["results"][0]["figure"] == "decode 2 at 32"
     assert "share_of_read" in err
+
+
+def test_of_two_measurements_the_better_figures_count() -> None:
+    figures = {"read_gb_per_s": 20.0, "copy_gb_per_s": 10.0, "fp32_gflops": 5.0}
+    one = machine.Machine(**figures, bf16_gflops=None, int8_gops=7.0)
+    other = machine.Machine(**figures | {"copy_gb_per_s": 12.0}, bf16_gflops=None, int8_gops=6.0)
+    both = machine.Machine(**figures | {"copy_gb_per_s": 12.0}, bf16_gflops=None, int8_gops=7.0)
+    assert one.or_better(other) == other.or_better(one) == both
