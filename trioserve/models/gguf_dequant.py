@@ -51,8 +51,7 @@ def read_codes(raw: Tensor, dtype: str, shape: Sequence[int]) -> Blocks:
     else:
         minima = blocks[:, :, 2:4].contiguous().view(torch.float16).squeeze(-1)
         nibbles = blocks[:, :, 4:]
-    codes = torch.cat([nibbles & 15, nibbles >> 4], -1)
-    return Blocks(Q4, codes.flatten(1), scales, minima)
+    return Blocks(Q4, _split_nibbles(nibbles).view(outputs, inputs), scales, minima)
 
 
 def _q8_0(blocks: Tensor, out: Tensor) -> None:
@@ -73,10 +72,15 @@ def _q4_1(blocks: Tensor, out: Tensor) -> None:
 
 
 def _nibbles(packed: Tensor, out: Tensor) -> None:
+    out.copy_(_split_nibbles(packed))
+
+
+def _split_nibbles(packed: Tensor) -> Tensor:
+    """uint8 ``[..., 16]`` to a new one ``[..., 32]``: the low nibbles, then the high ones."""
     # Eight bytes at a time: torch's cost is per element, and per row of a strided slice.
     words = packed.clone(memory_format=torch.contiguous_format).view(torch.int64)
-    halves = torch.stack((words, words >> 4), 1).bitwise_and_(0x0F0F0F0F0F0F0F0F)
-    out.copy_(halves.view(torch.uint8).view(out.shape))
+    halves = torch.cat((words, words >> 4), -1).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+    return halves.view(torch.uint8)
 
 
 def _halves(raw: Tensor) -> Tensor:
