@@ -78,7 +78,10 @@ def cache_with_model() -> Iterator[dict[str, str]]:
             source.mkdir(parents=True, exist_ok=True)  # what is fetched now is there next time
             (ours / name).symlink_to(source)
         hub = os.environ.get("HF_HOME") or str(user / "huggingface")
-        yield {**os.environ, "XDG_CACHE_HOME": directory, "HF_HOME": hub}
+        env = {**os.environ, "XDG_CACHE_HOME": directory, "HF_HOME": hub}
+        # An installation has its byte code; a checkout gets it by the first start, if it may.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        yield env
 
 
 async def start_once(
