@@ -1,4 +1,4 @@
-"""How fast are attention over the paged cache and the products with float16 weights?
+"""How fast are attention over the paged cache and the products with narrow weights?
 
     python bench/kernels.py [--threads 2] [--seconds 0.3]
 
@@ -6,7 +6,8 @@ Shapes of SmolLM2-135M (9 heads, 3 KV heads of 64) and of an 8B model (32 heads,
 blocks of 16 in shuffled order. Several layers' caches are gone through in turn so that they do not
 stay in the core's own cache. Prints one JSON object: microseconds a call, GB/s of keys and values
 read and GFLOP/s of useful products. ``prepare_us`` is once a step, not once a layer. ``products``
-are all projections of SmolLM2-135M by number of rows: panels (our kernel) and FBGEMM.
+are all projections of SmolLM2-135M by number of rows: panels (our kernel) and FBGEMM;
+``code_products`` the same over 4- and 8-bit codes, ``best_logits`` what a greedy row needs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -146,6 +148,71 @@ def products(rows: int, threads: int, seconds: float) -> dict:
     }
 
 
+def code_products(bits: int, rows: int, team: Any, seconds: float) -> dict:
+    """All projections of one step over codes of so many bits, as the team's kernels do them."""
+    import torch
+
+    from trioserve.kernels.cpu.codes import BLOCK, Q4, Blocks
+    from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
+
+    def random_panels(outputs: int, inputs: int) -> Panels:
+        lines = (outputs, inputs // BLOCK)
+        kind = torch.uint8 if bits == Q4 else torch.int8
+        codes = torch.randint(0, 1 << bits, (outputs, inputs)).to(kind)
+        minima = torch.rand(lines).half() if bits == Q4 else None
+        return Panels.of_blocks(Blocks(bits, codes, torch.rand(lines).half(), minima))
+
+    product = PanelProduct(team)
+    x = {inputs: torch.randn(rows, inputs) for _, inputs, _ in PROJECTIONS}
+    panels = [random_panels(out, width) for out, width, count in PROJECTIONS for _ in range(count)]
+    spent = best(lambda: [product(x[panel.inputs], panel) for panel in panels], seconds)
+    parameters = sum(panel.outputs * panel.inputs for panel in panels)
+    return {
+        "bits": bits,
+        "rows": rows,
+        "byte_products": bool(team.byte_products),
+        "ms": round(spent * 1e3, 2),
+        "gflops": round(2e-9 * rows * parameters / spent, 1),
+        "gb_per_s": round(1e-9 * sum(panel.data.nbytes for panel in panels) / spent, 1),
+    }
+
+
+def all_code_products(threads: int, seconds: float) -> list[dict]:
+    """With the processor's products of bytes, and on the vector unit alone."""
+    from trioserve.kernels.cpu.codes import Q4, Q8
+    from trioserve.kernels.cpu.runtime import Team, cache_directory
+
+    cache = cache_directory()
+    teams = [Team(threads, cache)]
+    if teams[0].byte_products:
+        teams.append(Team(threads, cache, tiles=False, byte_products=False))
+    return [
+        code_products(bits, rows, team, seconds)
+        for bits in (Q4, Q8)
+        for rows in (1, 4, 8, 16, 32)
+        for team in teams
+    ]
+
+
+def best_logits(rows: int, threads: int, seconds: float) -> dict:
+    """The best of rows of SmolLM2's logits, by our kernel and by torch's operators."""
+    import torch
+
+    from trioserve.core.candidates import first_best
+    from trioserve.kernels.cpu.best import FirstBest
+    from trioserve.kernels.cpu.runtime import Team, cache_directory
+
+    kernel = FirstBest(Team(threads, cache_directory()))
+    logits = torch.randn(rows, PROJECTIONS[-1][0])
+    ours, theirs = (best(lambda way=way: way(logits), seconds) for way in (kernel, first_best))
+    return {
+        "rows": rows,
+        "us": round(ours * 1e6, 1),
+        "torch_us": round(theirs * 1e6, 1),
+        "gb_per_s": round(logits.nbytes / ours / 1e9, 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -172,12 +239,16 @@ def main() -> None:
         step = [
             products(rows, arguments.threads, arguments.seconds) for rows in (1, 4, 8, 32, 128, 512)
         ]
+        codes = all_code_products(arguments.threads, arguments.seconds)
+        logits = [best_logits(rows, arguments.threads, arguments.seconds) for rows in (1, 8, 32)]
     result = {
         "processor": detect(settings).describe(),
         "torch": torch.__version__,
         "load_before": round(load, 1),
         "attention": lines,
         "products": step,
+        "code_products": codes,
+        "best_logits": logits,
     }
     print(json.dumps(result, indent=1))
 
