@@ -55,6 +55,19 @@ async def test_startup_tells_the_cause_of_a_failure() -> None:
         assert ready.json["cause"] == engine.cause
 
 
+async def test_op_02_probes_tell_nobody_without_a_key_the_cause_of_a_failure() -> None:
+    """It may name paths of files and the machine's memory."""
+    engine = FakeEngine(phase=Phase.FAILED)
+    async with serving(engine, api_keys=("sk-0123456789",)) as served:
+        assert (await served.call("GET", "/health")).json["cause"] is None
+        engine.cause = "needed 92 MiB, available 22.4 GiB"
+        for path in ("/health", "/health/ready", "/ping"):
+            answer = await served.call("GET", path)
+            assert answer.json["cause"] == "told by /startup, with a key"
+        startup = await served.call("GET", "/startup", Authorization="Bearer sk-0123456789")
+        assert startup.json["cause"] == engine.cause
+
+
 # -------------------------------------------------------------------------------- SD-02
 
 

@@ -55,13 +55,20 @@ class ProbeRoutes:
                 "status": phase.value,
                 "stage": stage.name if stage else None,
                 "fraction": stage.fraction if stage else None,
-                "cause": status.cause,
+                "cause": self._cause(status),
                 "open_requests": len(self._context.open_requests),
             },
             503,
         )
         response.headers["Retry-After"] = "1"
         return response
+
+    def _cause(self, status: EngineStatus) -> str | None:
+        """Why the engine failed. It may name paths and the machine's memory, so where keys are
+        asked for it is not for those who have none, as those of probes."""
+        if status.cause is None or self._context.guard.open_paths is None:
+            return status.cause
+        return "told by /startup, with a key"
 
     async def load(self) -> Response:
         """How many requests are being answered or wait."""
