@@ -8,6 +8,7 @@ stay in the core's own cache. Prints one JSON object: microseconds a call, GB/s 
 read and GFLOP/s of useful products. ``prepare_us`` is once a step, not once a layer. ``products``
 are all projections of SmolLM2-135M by number of rows: panels (our kernel) and FBGEMM;
 ``code_products`` the same over 4- and 8-bit codes, ``best_logits`` what a greedy row needs.
+``tile_peak_gflops`` is what the tile unit does with operands that it already has.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def code_products(bits: int, rows: int, team: Any, seconds: float) -> dict:
         "bits": bits,
         "rows": rows,
         "byte_products": bool(team.byte_products),
+        "tile_products": 0 if team.tiles is None else 2 * team.parts - 1,
         "ms": round(spent * 1e3, 2),
         "gflops": round(2e-9 * rows * parameters / spent, 1),
         "gb_per_s": round(1e-9 * sum(panel.data.nbytes for panel in panels) / spent, 1),
@@ -178,7 +180,7 @@ def code_products(bits: int, rows: int, team: Any, seconds: float) -> dict:
 
 
 def all_code_products(threads: int, seconds: float) -> list[dict]:
-    """With the processor's products of bytes, and on the vector unit alone."""
+    """With all that the processor has, on the vector unit alone, and rounded to bfloat16."""
     from trioserve.kernels.cpu.codes import Q4, Q8
     from trioserve.kernels.cpu.runtime import Team, cache_directory
 
@@ -186,10 +188,12 @@ def all_code_products(threads: int, seconds: float) -> list[dict]:
     teams = [Team(threads, cache)]
     if teams[0].byte_products:
         teams.append(Team(threads, cache, tiles=False, byte_products=False))
+    if teams[0].tiles is not None:
+        teams.append(Team(threads, cache, rounded=True))
     return [
         code_products(bits, rows, team, seconds)
         for bits in (Q4, Q8)
-        for rows in (1, 4, 8, 16, 32)
+        for rows in (1, 4, 8, 16, 32, 128, 512)
         for team in teams
     ]
 
@@ -211,6 +215,20 @@ def best_logits(rows: int, threads: int, seconds: float) -> dict:
         "torch_us": round(theirs * 1e6, 1),
         "gb_per_s": round(logits.nbytes / ours / 1e9, 1),
     }
+
+
+def tile_peak(threads: int, seconds: float) -> float | None:
+    """GFLOP/s of bfloat16 products without loads; None where there is no tile unit."""
+    from trioserve.kernels.cpu import amx
+    from trioserve.kernels.cpu.runtime import Team
+
+    team = Team(threads)
+    if team.tiles is None:
+        return None
+    params = amx.PeakParams(team.tiles.ctypes.data, 20_000)
+    kernel = team.compile(amx.peak, amx.PeakParams)
+    spent = best(lambda: kernel(params), seconds)
+    return round(threads * params.operations / spent / 1e9, 1)
 
 
 def main() -> None:
@@ -249,6 +267,7 @@ def main() -> None:
         "products": step,
         "code_products": codes,
         "best_logits": logits,
+        "tile_peak_gflops": tile_peak(arguments.threads, arguments.seconds),
     }
     print(json.dumps(result, indent=1))
 

@@ -1,11 +1,14 @@
-"""What each weight layout costs in quality, against float32.
+"""What each weight layout, and rounding what is multiplied with it, costs in quality.
 
-    python bench/quality.py [--layout fp16 --layout int8 --layout packed] [--threads 2]
+    python bench/quality.py [--layout fp16 --layout int8 --layout packed] [--simulate] [--threads 2]
 
 A fixed text, the project's first decision records, goes through the default model in windows of 512
 tokens. For each layout: how often its most likely token is that of float32, its perplexity divided
-by float32's, the largest difference of a logit, and whether a window's logits depend on whether its
-rows are computed at once or a few at a time. Prints a table on stderr and one JSON object.
+by float32's, the largest difference of a logit, and how far a window's logits depend on whether its
+rows are computed at once or a few at a time. Where the processor has a tile unit, each of our own
+layouts is measured with rows of float32 and with rows rounded to bfloat16, as `[model] dtype` has
+them. With --simulate also what other ways to round would cost, on float32 weights. Prints a table
+on stderr and one JSON object.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,7 @@ from trioserve.text.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = sorted(ROOT.glob("docs/decisions/000[1-5]-*.md"))
 LAYOUTS = {"fp16": "panels", "fbgemm": "fp16", "int8": "int8", "packed": "packed"}
+OURS = ("fp16", "int8", "packed")
 WINDOW = 512
 FEW = 3
 
@@ -67,6 +72,54 @@ def logits_of(model: Any, token_ids: list[int], chunk: int) -> Tensor:
         rows = torch.arange(len(tokens))
         parts.append(model.forward(tokens, positions, attention, None, rows))
     return torch.cat(parts)
+
+
+def to_8_bits(x: Tensor, size: int | None = None) -> Tensor:
+    """Rounded to 8 bits with a scale for each ``size`` inputs, or for each row."""
+    groups = x.unflatten(-1, (-1, size or x.shape[-1]))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    codes = torch.where(scales > 0, groups / scales, 0.0).round()
+    return (codes * scales).flatten(-2)
+
+
+def to_bfloat16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+Rounding = Callable[[Tensor], Tensor]
+SIMULATED: dict[str, tuple[Rounding, Rounding, tuple[str, ...]]] = {
+    # how rows and weights are rounded, and which projections are left alone
+    "rows bfloat16": (to_bfloat16, as_it_is, ()),
+    "both bfloat16": (to_bfloat16, to_bfloat16, ()),
+    "rows 8 bits, 32 to a scale": (partial(to_8_bits, size=32), as_it_is, ()),
+    "the same but for down": (partial(to_8_bits, size=32), as_it_is, ("down",)),
+    "the same but for down, head": (partial(to_8_bits, size=32), as_it_is, ("down", "head")),
+    "rows 8 bits, one scale": (to_8_bits, as_it_is, ()),
+}
+
+
+class Simulated:
+    """A float32 projection whose operands are rounded before the product."""
+
+    def __init__(self, linear: Any, rows: Rounding, weights: Rounding) -> None:
+        self._rows, self._weight, self._bias = rows, weights(linear._weight), linear._bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(self._rows(x), self._weight, self._bias)
+
+
+def simulate(model: Any, rows: Rounding, weights: Rounding, left: tuple[str, ...]) -> None:
+    """Round in all projections of a float32 model but some."""
+    for layer in model.layers:
+        for name in PROJECTIONS:
+            if name not in left:
+                setattr(layer, name, Simulated(getattr(layer, name), rows, weights))
+    if "head" not in left:
+        model.head = Simulated(model.head, rows, weights)
 
 
 def load(resolved: Any, layout: str, product: PanelProduct) -> Any:
@@ -108,6 +161,7 @@ def measure(model: Any, windows: list[list[int]], truth: list[dict[str, Tensor]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layout", choices=LAYOUTS, action="append")
+    parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -115,7 +169,12 @@ def main() -> None:
     text = "\n".join(path.read_text() for path in TEXT)
     token_ids = Tokenizer(resolved.tokenizer_path).encode(text)
     windows = [token_ids[i : i + WINDOW] for i in range(0, len(token_ids), WINDOW)]
-    product = PanelProduct(Team(arguments.threads, cache_directory()))
+    teams = {
+        "": Team(arguments.threads, cache_directory()),
+        ", bfloat16": Team(arguments.threads, cache_directory(), rounded=True),
+    }
+    products = {name: PanelProduct(team) for name, team in teams.items()}
+    product = products[""]
     truth = []
     model = load(resolved, "fp32", product)
     for tokens in windows:
@@ -125,11 +184,19 @@ def main() -> None:
     del model
     for name in arguments.layout or LAYOUTS:
         results[name] = measure(load(resolved, LAYOUTS[name], product), windows, truth)
+        if name in OURS and teams[", bfloat16"].parts == 1:
+            rounded = load(resolved, LAYOUTS[name], products[", bfloat16"])
+            results[f"{name}, bfloat16"] = measure(rounded, windows, truth)
+    for name, how in SIMULATED.items() if arguments.simulate else ():
+        model = load(resolved, "fp32", product)
+        simulate(model, *how)
+        results[name] = measure(model, windows, truth)
     for name, line in results.items():
         line["perplexity_ratio"] = line["perplexity"] / results["fp32"]["perplexity"]
         print(
-            f"{name:8} top-1 {line['agreed']:7.2%}  perplexity x {line['perplexity_ratio']:.4f}  "
-            f"largest difference {line['largest_difference']:.2e}  "
+            f"{name:28} top-1 {line['agreed']:7.2%}  perplexity x {line['perplexity_ratio']:.4f}  "
+            f"largest difference {line['largest_difference']:.2e}, "
+            f"by rows {line['difference_by_rows']:.1e}  "
             f"{line['weight_bytes'] / 1e6:.0f} MB",
             file=sys.stderr,
         )

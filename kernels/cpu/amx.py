@@ -1,13 +1,15 @@
-"""Products on the tile unit of newer processors (AMX), in bfloat16 and nearly as good as float32.
+"""Products on the tile unit of newer processors (AMX), in bfloat16 with float32 sums.
 
-A float32 value is the sum of two bfloat16 values, high and low, to 16 bits and more. So a product
-of two is three products of the tile unit, low times low being left out; sums are float32. The error
-is about 2^-17 of the terms, far below that of rounding weights to float16. One instruction
-multiplies 16 rows by 16 columns over 32 inputs, so this is for many rows; even three of them do
-more than the vector unit in the same time.
+A float32 value is the sum of two bfloat16 values, high and low, to 16 bits and more. With two
+``parts`` a product of two such values is three products of the tile unit, low times low being left
+out; the error is about 2^-17 of the terms, far below that of rounding weights to float16. With one
+part both are rounded to bfloat16 and it is one product. One instruction multiplies 16 rows by 16
+columns over 32 inputs, so this is for many rows.
 
-Rows of x are split once a product, by all threads; a panel of weights is split by the thread that
-works on it, into tiles as the unit wants them: pairs of inputs side by side.
+Rows of x are split once a product, by all threads, into tiles that lie in memory one after the
+other; a panel of weights is split by the thread that works on it, into tiles as the unit wants
+them: pairs of inputs side by side. All inputs of a panel are gone through before a sum is stored:
+lines of a matrix lie in few places of the cache, and stopping to store them took half the time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from trioserve.kernels.cpu.runtime import FASTMATH
 ROWS = 16  # of a tile
 DEPTH = 32  # inputs of a tile
 COLUMNS = 32  # of a panel: two tiles
-GROUP_BYTES = 4 * 1024  # a panel's DEPTH inputs: high and low parts of two tiles
+TILE_BYTES = 1024
+PART_BYTES = 2 * TILE_BYTES  # one part of a panel's DEPTH inputs: two tiles
+GROUP_BYTES = 2 * PART_BYTES  # both parts
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 0x1023, 18
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
@@ -110,30 +114,41 @@ def end(typing_context):
 
 
 def _halves(builder, value):
-    """High and low part of float32 vectors, both rounded, as words whose upper 16 bits are the
-    bfloat16; the lower ones of the low part are not cleared."""
+    """High and low part of float32 vectors, both rounded, halves away from zero, as words whose
+    upper 16 bits are the bfloat16; the lower ones of the low part are not cleared. A NaN stays one
+    in one of them."""
     half = ir.Constant(_WORDS, [0x8000] * COLUMNS)
     high = builder.and_(builder.add(builder.bitcast(value, _WORDS), half), _upper())
     rest = builder.fsub(value, builder.bitcast(high, _LINE))
     return high, builder.add(builder.bitcast(rest, _WORDS), half)
 
 
+def _rounded(builder, value):
+    """The high part alone, where there is no other to keep a NaN."""
+    nan = ir.Constant(_WORDS, [0x7FC00000] * COLUMNS)
+    number = builder.fcmp_ordered("ord", value, value)
+    return builder.select(number, _halves(builder, value)[0], nan)
+
+
 def _upper():
     return ir.Constant(_WORDS, [-0x10000] * COLUMNS)
 
 
-def _store_pair(builder, first, second, target):
-    """Two lines of weights, float32 [32] each, to one row of a group's four tiles: high parts of
-    columns 0 to 15 and 16 to 31, then low parts."""
+def _store_pair(builder, parts, first, second, target):
+    """Two lines of weights, float32 [32] each, to one row of a group's tiles: high parts of columns
+    0 to 15 and 16 to 31 and, with two parts, low parts."""
     shift = ir.Constant(_WORDS, [16] * COLUMNS)
-    parts = zip(_halves(builder, first), _halves(builder, second), strict=True)
-    for part, (even, odd) in enumerate(parts):
+    if parts == 1:
+        pairs = [(_rounded(builder, first), _rounded(builder, second))]
+    else:
+        pairs = zip(_halves(builder, first), _halves(builder, second), strict=True)
+    for part, (even, odd) in enumerate(pairs):
         pair = builder.or_(builder.lshr(even, shift), builder.and_(odd, _upper()))
         for half in range(2):
             lanes = [half * 16 + i for i in range(16)]
             mask = ir.Constant(ir.VectorType(simd.I32, 16), lanes)
             line = builder.shuffle_vector(pair, pair, mask)
-            place = builder.add(target, simd._index((2 * part + half) * 1024))
+            place = builder.add(target, simd._index((2 * part + half) * TILE_BYTES))
             builder.store(line, builder.inttoptr(place, _HALF_LINE.as_pointer()), align=4)
 
 
@@ -142,44 +157,55 @@ def _load_floats(builder, address):
 
 
 @intrinsic
-def split_rows(typing_context, source, high, low):
-    """32 values of a row to bfloat16, high and low parts."""
+def split_row(typing_context, source, target, parts):
+    """32 values of a row to bfloat16 at ``target``; with two parts the low ones a tile behind."""
 
     def codegen(context, builder, signature, args):
+        source, target, parts = args
         shift = ir.Constant(_WORDS, [16] * COLUMNS)
         narrow = ir.VectorType(_I16, COLUMNS)
-        parts = _halves(builder, _load_floats(builder, args[0]))
-        for part, address in zip(parts, args[1:], strict=True):  # high, then low
-            part = builder.trunc(builder.lshr(part, shift), narrow)
-            builder.store(part, builder.inttoptr(address, narrow.as_pointer()), align=2)
+        value = _load_floats(builder, source)
+        high, low = _rounded(builder, value), _halves(builder, value)[1]
+
+        def store(words, address):
+            words = builder.trunc(builder.lshr(words, shift), narrow)
+            builder.store(words, builder.inttoptr(address, narrow.as_pointer()), align=2)
+
+        store(high, target)
+        with builder.if_then(builder.icmp_signed(">", parts, simd._index(1))):
+            store(low, builder.add(target, simd._index(TILE_BYTES)))
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
-@intrinsic
-def split_half(typing_context, source, tiles):
-    """32 lines of a float16 panel to a group's tiles."""
+def _split_half(parts: int):
+    """An intrinsic: 32 lines of a float16 panel to a group's tiles."""
 
-    def codegen(context, builder, signature, args):
-        source, tiles = args
+    @intrinsic
+    def split(typing_context, source, tiles):
+        def codegen(context, builder, signature, args):
+            source, tiles = args
 
-        def pair(at, nothing):
-            place = builder.add(source, builder.mul(at, simd._index(2 * COLUMNS * 2)))
-            lines = [
-                simd._load_line(builder, builder.add(place, simd._index(offset)), _LINE, True)
-                for offset in (0, COLUMNS * 2)
-            ]
-            _store_pair(builder, *lines, builder.add(tiles, builder.mul(at, simd._index(64))))
-            return []
+            def pair(at, nothing):
+                place = builder.add(source, builder.mul(at, simd._index(2 * COLUMNS * 2)))
+                lines = [
+                    simd._load_line(builder, builder.add(place, simd._index(offset)), _LINE, True)
+                    for offset in (0, COLUMNS * 2)
+                ]
+                target = builder.add(tiles, builder.mul(at, simd._index(64)))
+                _store_pair(builder, parts, *lines, target)
+                return []
 
-        simd._emit_loop(builder, simd._index(0), simd._index(DEPTH // 2), 1, [], pair)
-        return context.get_dummy_value()
+            simd._emit_loop(builder, simd._index(0), simd._index(DEPTH // 2), 1, [], pair)
+            return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp), codegen
+        return types.void(types.intp, types.intp), codegen
+
+    return split
 
 
-def _split_block(bits: int):
+def _split_block(bits: int, parts: int):
     """An intrinsic: one line of blocks (``trioserve.kernels.cpu.blocks``) to a group's tiles."""
 
     @intrinsic
@@ -211,7 +237,7 @@ def _split_block(bits: int):
                 for half, (even, odd) in enumerate(zip(evens, odds, strict=True)):
                     row = builder.add(at, index(half * BLOCK // 4))
                     target = builder.add(tiles, builder.mul(row, index(64)))
-                    _store_pair(builder, even, odd, target)
+                    _store_pair(builder, parts, even, odd, target)
                 return []
 
             pairs = BLOCK // 2 if bits == Q8 else BLOCK // 4
@@ -223,31 +249,31 @@ def _split_block(bits: int):
     return split
 
 
-split_q8, split_q4 = _split_block(Q8), _split_block(Q4)
+split_q8, split_q4, split_half = _split_block(Q8, 2), _split_block(Q4, 2), _split_half(2)
+round_q8, round_q4, round_half = _split_block(Q8, 1), _split_block(Q4, 1), _split_half(1)
 
 
-def _block(row_tiles: int):
+def _block(row_tiles: int, parts: int):
     """An intrinsic: C[16 * row_tiles, 32] (+)= A · B over ``groups`` times 32 inputs.
 
-    Arguments: addresses of A's high and low parts and their row stride in bytes, of B's tiles, of C
-    and its row stride in bytes, groups, and whether to add to C.
+    Arguments: address of A's tiles, bytes from one row of them to the next, address of B's tiles,
+    of C and its row stride in bytes, groups, and whether to add to C.
     """
 
     @intrinsic
-    def block(typing_context, high, low, stride, b, c, c_stride, groups, accumulate):
+    def block(typing_context, a, a_stride, b, c, c_stride, groups, accumulate):
         def codegen(context, builder, signature, args):
-            _emit_block(builder, row_tiles, *args)
+            _emit_block(builder, row_tiles, parts, *args)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), codegen
+        return types.void(*[types.intp] * 7), codegen
 
     return block
 
 
-def _emit_block(builder, row_tiles, high, low, stride, b, c, c_stride, groups, accumulate):
+def _emit_block(builder, row_tiles, parts, a, a_stride, b, c, c_stride, groups, accumulate):
     """Tiles 0 to 3 hold C, row by row; 4 and 5 a part of B, 6 and 7 a part of A."""
     index = simd._index
-    line = index(64)
 
     def c_tiles():
         for row in range(row_tiles):
@@ -264,32 +290,38 @@ def _emit_block(builder, row_tiles, high, low, stride, b, c, c_stride, groups, a
             for tile, _ in c_tiles():
                 _call(builder, "llvm.x86.tilezero", _tile(tile))
 
-    def multiply(row, a_tile):
-        for half in range(2):
-            _call(
-                builder, "llvm.x86.tdpbf16ps", _tile(2 * row + half), _tile(a_tile), _tile(4 + half)
-            )
-
     def group(at, nothing):
-        tiles = builder.add(b, builder.mul(at, index(GROUP_BYTES)))
-        offset = builder.mul(at, index(DEPTH * 2))
+        weights = builder.add(b, builder.mul(at, index(parts * PART_BYTES)))
+        rows = builder.add(a, builder.mul(at, index(parts * TILE_BYTES)))
 
-        def load_a(part, row, tile):
-            base = builder.add(builder.add(part, offset), builder.mul(stride, index(row * ROWS)))
-            _load(builder, tile, base, stride)
+        def load_b(part):
+            for half in range(2):
+                place = builder.add(weights, index((2 * part + half) * TILE_BYTES))
+                _load(builder, 4 + half, place, index(64))
 
-        for half in range(2):
-            _load(builder, 4 + half, builder.add(tiles, index(half * 1024)), line)
-        for row in range(row_tiles):
-            load_a(high, row, 6)
-            multiply(row, 6)
-            load_a(low, row, 7)
-            multiply(row, 7)
-        for half in range(2):
-            _load(builder, 4 + half, builder.add(tiles, index((2 + half) * 1024)), line)
-        for row in range(row_tiles):
-            load_a(high, row, 6)
-            multiply(row, 6)
+        def load_a(part):
+            for row in range(row_tiles):
+                place = builder.add(rows, builder.mul(a_stride, index(row)))
+                _load(builder, 6 + row, builder.add(place, index(part * TILE_BYTES)), index(64))
+
+        def multiply():
+            for row in range(row_tiles):
+                for half in range(2):
+                    tiles = (2 * row + half, 6 + row, 4 + half)
+                    _call(builder, "llvm.x86.tdpbf16ps", *map(_tile, tiles))
+
+        if parts == 1:
+            load_b(0)
+            load_a(0)
+            multiply()
+            return []
+        load_b(1)
+        load_a(0)
+        multiply()
+        load_b(0)
+        multiply()
+        load_a(1)
+        multiply()
         return []
 
     simd._emit_loop(builder, index(0), groups, 1, [], group)
@@ -298,55 +330,125 @@ def _emit_block(builder, row_tiles, high, low, stride, b, c, c_stride, groups, a
         _call(builder, "llvm.x86.tilestored64", _tile(tile), pointer, c_stride)
 
 
-_block1, _block2 = _block(1), _block(2)
+_rounded1, _rounded2 = _block(1, 1), _block(2, 1)
+_split1, _split2 = _block(1, 2), _block(2, 2)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def split_x(x, x_stride, first, last, rows, inputs, high, low):
-    """Split rows [first, last) of x; those from ``rows`` on become zeros."""
+def _product1(parts, a, a_stride, tiles, c, c_stride, groups, accumulate):
+    if parts == 1:
+        _rounded1(a, a_stride, tiles, c, c_stride, groups, accumulate)
+    else:
+        _split1(a, a_stride, tiles, c, c_stride, groups, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _product2(parts, a, a_stride, tiles, c, c_stride, groups, accumulate):
+    if parts == 1:
+        _rounded2(a, a_stride, tiles, c, c_stride, groups, accumulate)
+    else:
+        _split2(a, a_stride, tiles, c, c_stride, groups, accumulate)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def split_x(x, x_stride, first, last, rows, inputs, parts, target):
+    """Split rows [first, last) of x into tiles; those from ``rows`` on become zeros."""
+    groups = inputs // DEPTH
     for row in range(first, last):
-        target = row * inputs * 2
-        if row >= rows:
-            for address in (high, low):
-                words = numba.carray(simd.int32s(address + target), inputs // 2)
-                for i in range(inputs // 2):
+        line = target + row // ROWS * groups * parts * TILE_BYTES + row % ROWS * 64
+        for group in range(groups):
+            place = line + group * parts * TILE_BYTES
+            if row < rows:
+                split_row(x + (row * x_stride + group * DEPTH) * 4, place, parts)
+                continue
+            for part in range(parts):
+                words = numba.carray(simd.int64s(place + part * TILE_BYTES), 8)
+                for i in range(8):
                     words[i] = 0
-            continue
-        for i in range(0, inputs, DEPTH):
-            source = x + (row * x_stride + i) * 4
-            split_rows(source, high + target + i * 2, low + target + i * 2)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def split_panel(kind, panel, first, groups, tiles):
+def split_panel(kind, panel, first, groups, parts, tiles):
     """Groups of 32 inputs of a panel, from number ``first`` on, to tiles."""
     for group in range(groups):
-        at, target = first + group, tiles + group * GROUP_BYTES
+        at, target = first + group, tiles + group * parts * PART_BYTES
         if kind == Q4:
-            split_q4(panel + at * Q4_BYTES, target)
+            line = panel + at * Q4_BYTES
+            if parts == 1:
+                round_q4(line, target)
+            else:
+                split_q4(line, target)
         elif kind == Q8:
-            split_q8(panel + at * Q8_BYTES, target)
+            line = panel + at * Q8_BYTES
+            if parts == 1:
+                round_q8(line, target)
+            else:
+                split_q8(line, target)
         else:
-            split_half(panel + at * DEPTH * COLUMNS * 2, target)
+            line = panel + at * DEPTH * COLUMNS * 2
+            if parts == 1:
+                round_half(line, target)
+            else:
+                split_half(line, target)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def product(rows, high, low, stride, tiles, c, c_stride, groups, accumulate, spare):
+def product(rows, parts, a, a_stride, tiles, c, c_stride, groups, accumulate, spare):
     """C[rows, 32] (+)= A · one panel's tiles; ``spare`` has room for a tile row of C."""
     row = 0
     while rows - row >= 2 * ROWS:
-        a = row * stride
-        _block2(high + a, low + a, stride, tiles, c + row * c_stride, c_stride, groups, accumulate)
+        place = c + row * c_stride
+        _product2(parts, a, a_stride, tiles, place, c_stride, groups, accumulate)
         row += 2 * ROWS
+        a += 2 * a_stride
     if rows - row >= ROWS:
-        a = row * stride
-        _block1(high + a, low + a, stride, tiles, c + row * c_stride, c_stride, groups, accumulate)
+        place = c + row * c_stride
+        _product1(parts, a, a_stride, tiles, place, c_stride, groups, accumulate)
         row += ROWS
+        a += a_stride
     if row < rows:  # a tile has all its rows, C has not
-        a = row * stride
-        _block1(high + a, low + a, stride, tiles, spare, COLUMNS * 4, groups, 0)
+        _product1(parts, a, a_stride, tiles, spare, COLUMNS * 4, groups, 0)
         for i in range(rows - row):
             source = numba.carray(simd.floats(spare + i * COLUMNS * 4), COLUMNS)
             target = numba.carray(simd.floats(c + (row + i) * c_stride), COLUMNS)
             for j in range(COLUMNS):
                 target[j] = source[j] + (target[j] if accumulate != 0 else np.float32(0.0))
+
+
+class PeakParams(ctypes.Structure):
+    """``rounds`` of eight products in each thread; ``tiles`` is the configuration's address."""
+
+    _fields_ = [("tiles", ctypes.c_int64), ("rounds", ctypes.c_int64)]
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of one thread."""
+        return self.rounds * 8 * 2 * ROWS * 16 * DEPTH
+
+
+@intrinsic
+def _products_alone(typing_context, rounds):
+    """Eight products a round on four sums, of tiles that hold zeros."""
+
+    def codegen(context, builder, signature, args):
+        for tile in range(8):
+            _call(builder, "llvm.x86.tilezero", _tile(tile))
+
+        def one(at, nothing):
+            for number in range(8):
+                tiles = (number % 4, 6 + number % 2, 4 + number // 2 % 2)
+                _call(builder, "llvm.x86.tdpbf16ps", *map(_tile, tiles))
+            return []
+
+        simd._emit_loop(builder, simd._index(0), args[0], 1, [], one)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+def peak(params):
+    """A kernel that multiplies and nothing else, to measure what the tile unit can do."""
+    p = numba.carray(params, 1)[0]
+    begin(p.tiles)
+    _products_alone(p.rounds)
+    end()

@@ -247,7 +247,7 @@ class Decoder:
         self._layers = layers
         self._attention = attention
         self._threads, self._exact, self._tiles = team.threads, team.exact, team.tiles
-        self._byte_products = team.byte_products
+        self._byte_products, self._parts = team.byte_products, team.parts
         self._params = p = Params()
         first = layers[0]
         q_heads = attention.kv_heads * attention.group
@@ -341,6 +341,7 @@ class Decoder:
                 line["outputs"], line["panels"] = outputs, packed.count
                 line["panels_per_unit"] = max(1, packed.count // (self._threads * 8))
                 line["exact"], line["byte_products"] = self._exact, self._byte_products
+                line["parts"] = self._parts
                 line["threads"], line["add"] = self._threads, which in (OUTPUT, DOWN)
                 line["counter"] = self._counters[index, which].ctypes.data
 

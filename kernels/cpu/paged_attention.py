@@ -12,6 +12,9 @@ row alone: an answer does not change with its batch mates.
 With ``exact`` a token's result is the same to the bit however its row is cut into chunks and tiles:
 no context is cut into spans, segments begin at multiples of SEGMENT, keys in a token's future have
 weight 0, and each sum goes in the order of its terms.
+
+Where there is a tile unit, items of prefill rows have more queries and their products go there
+(``trioserve.kernels.cpu.tile_attention``).
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import numba
 import numpy as np
 import torch
 
-from trioserve.kernels.cpu import simd
+from trioserve.kernels.cpu import amx, simd, tile_attention
 from trioserve.kernels.cpu.runtime import (
     FASTMATH,
+    LINE,
     Kernel,
     Team,
     next_unit,
@@ -46,11 +50,13 @@ _FIELDS = (  # the first two lines are a layer's, the others a step's: the decod
     *("tables", "table_stride", "items", "num_items", "item_capacity"),
     *("num_tokens", "num_rows", "first_parts", "parts", "scratch", "scratch_stride"),
     *("kv_heads", "group", "head_dim", "lanes", "block_size", "threads", "counters", "exact"),
+    "tiles",
 )
 
 
 class Params(ctypes.Structure):
-    """What one call works on. Addresses of float32 unless said otherwise; strides in elements."""
+    """What one call works on. Addresses of float32 unless said otherwise; strides in elements.
+    ``tiles`` is the tile unit's configuration, or 0 to do without it."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
@@ -275,9 +281,16 @@ def _attend(p, item, head, scratch, scale):
         state[2 * i + 1] = np.float32(0.0)
     sum_array[:] = np.float32(0.0)
     _load_queries(p, token, num_queries, head, queries, scale)
+    tiled = p.tiles != 0 and part < 0 and rows >= amx.ROWS
+    work = (sums + rows * p.lanes * 4 + LINE - 1) // LINE * LINE
+    if tiled:
+        tile_attention.begin(p, queries, rows, SEGMENT, work)
     for first in range(first_key, last_key, SEGMENT):
         count = min(SEGMENT, last_key - first)
-        _scores(p, table, head, first, count, queries, rows, scores)
+        if tiled:
+            tile_attention.scores(p, table, head, first, count, rows, work, scores, SEGMENT)
+        else:
+            _scores(p, table, head, first, count, queries, rows, scores)
         for i in range(rows):
             valid = min(count, max(0, start + first_query + i // p.group + 1 - first))
             _softmax(
@@ -289,7 +302,14 @@ def _attend(p, item, head, scratch, scale):
                 numba.carray(simd.floats(sums + i * p.lanes * 4), p.lanes),
                 p.lanes,
             )
-        _add_values(p, table, head, first, count, scores, rows, sums)
+        if tiled:
+            tile_attention.add_values(
+                p, table, head, first, count, scores, SEGMENT, rows, work, sums
+            )
+        else:
+            _add_values(p, table, head, first, count, scores, rows, sums)
+    if tiled:
+        amx.end()
     if part < 0:
         _finish(p, token, num_queries, head, state, sum_array)
 
@@ -386,7 +406,7 @@ def plan(params):
     first_parts = numba.carray(simd.int32s(p.first_parts), p.num_rows + 1)
     query_starts = numba.carray(simd.int32s(p.query_starts), p.num_rows + 1)
     row_starts = numba.carray(simd.int32s(p.row_starts), p.num_rows)
-    tile = max(1, QUERIES // p.group)
+    tile = max(1, (QUERIES if p.tiles == 0 else tile_attention.QUERIES) // p.group)
     num_items = 0
     num_parts = 0
     for row in range(p.num_rows):
@@ -443,8 +463,13 @@ class PagedAttention:
         params.lanes = self.lanes = -(-head_dim // 16) * 16
         params.block_size, params.threads = block_size, team.threads
         params.exact = team.exact
-        rows = max(1, QUERIES // group) * group
+        tiles = team.tiles
+        if tiles is not None and tile_attention.supports(head_dim, block_size):
+            params.tiles = tiles.ctypes.data
+        rows = max(1, (QUERIES if params.tiles == 0 else tile_attention.QUERIES) // group) * group
         params.scratch_stride = 4 * (rows * (head_dim + SEGMENT + 2 + params.lanes) + 16)
+        if params.tiles != 0:
+            params.scratch_stride += tile_attention.scratch_bytes(rows, head_dim, SEGMENT) + LINE
         self._scratch = np.zeros(team.threads * params.scratch_stride, np.uint8)
         params.scratch = self._scratch.ctypes.data
         self._counters = np.zeros(3 * 8, np.int64)  # a cache line each: all threads write them

@@ -32,7 +32,7 @@ from trioserve.kernels.cpu.runtime import (
 
 PANEL = simd.PANEL
 DEPTH = 512  # inputs of a panel that are widened at once
-TILE_DEPTH = 256  # the same for the tile unit: its form takes twice the room
+TILE_DEPTH = 1536  # the same for the tile unit, 192 KiB: most panels whole, and x beside it in L2
 FEW_ROWS = 6  # beyond it, widening a panel once is quicker (measured: 12 rows 23 ms against 28)
 # The same where codes are multiplied as bytes (measured against the tile unit: a step of 8 rows
 # 12 ms against 22, one of 32 rows 48 against 40).
@@ -41,7 +41,7 @@ BYTE_ROWS = 16
 _FIELDS = (
     *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
     *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add", "kind", "exact"),
-    *("split", "tiles", "byte_products", "records"),
+    *("split", "tiles", "parts", "byte_products", "records"),
 )
 
 
@@ -49,9 +49,9 @@ class Params(ctypes.Structure):
     """Addresses of float32 but for ``weight``, which is of ``kind``; the stride in elements;
     ``bias`` may be 0. With ``add`` the product is added to what ``out`` holds; with ``exact`` a
     row's result does not depend on how many rows there are, to the bit. ``split`` is where rows of
-    x are split for the tile unit, or 0 to do without it; ``tiles`` its configuration. With
-    ``byte_products`` few rows times codes are computed in whole numbers; ``records`` is where
-    those of more than FEW_ROWS are shared."""
+    x are split for the tile unit, or 0 to do without it; ``tiles`` its configuration; ``parts`` how
+    many values of bfloat16 it takes for one. With ``byte_products`` few rows times codes are
+    computed in whole numbers; ``records`` is where those of more than FEW_ROWS are shared."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
@@ -220,34 +220,22 @@ def _split_rows(p, thread):
     threads = max(1, team_size()) if p.threads > 1 else 1
     padded = (p.rows + amx.ROWS - 1) // amx.ROWS * amx.ROWS
     first, last = padded * thread // threads, padded * (thread + 1) // threads
-    low = p.split + padded * p.inputs * 2
-    amx.split_x(p.x, p.x_stride, first, last, p.rows, p.inputs, p.split, low)
+    amx.split_x(p.x, p.x_stride, first, last, p.rows, p.inputs, p.parts, p.split)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def _tile_panel(p, weight, out, stride, add, scratch):
     """All rows against one panel on the tile unit."""
-    padded = (p.rows + amx.ROWS - 1) // amx.ROWS * amx.ROWS
-    low = p.split + padded * p.inputs * 2
     spare = scratch + (DEPTH + p.rows) * PANEL * 4
     tiles = spare + amx.ROWS * PANEL * 4
+    x_group = p.parts * amx.TILE_BYTES
+    x_stride = p.inputs // amx.DEPTH * x_group
     for depth in range(0, p.inputs, TILE_DEPTH):
-        count = min(TILE_DEPTH, p.inputs - depth)
-        groups = count // amx.DEPTH
-        amx.split_panel(p.kind, weight, depth // amx.DEPTH, groups, tiles)
+        first, groups = depth // amx.DEPTH, min(TILE_DEPTH, p.inputs - depth) // amx.DEPTH
+        amx.split_panel(p.kind, weight, first, groups, p.parts, tiles)
         more = 1 if depth > 0 else add
-        amx.product(
-            p.rows,
-            p.split + depth * 2,
-            low + depth * 2,
-            p.inputs * 2,
-            tiles,
-            out,
-            stride * 4,
-            groups,
-            more,
-            spare,
-        )
+        x = p.split + first * x_group
+        amx.product(p.rows, p.parts, x, x_stride, tiles, out, stride * 4, groups, more, spare)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -341,7 +329,7 @@ class PanelProduct:
         self._counter = ctypes.c_int64()
         p.threads = team.threads
         p.counter = ctypes.addressof(self._counter)
-        p.exact = team.exact
+        p.exact, p.parts = team.exact, team.parts
         p.byte_products = team.byte_products
         self._tiles = team.tiles
         self._max_rows = self._max_inputs = 0
@@ -390,7 +378,8 @@ def scratch_bytes(rows: int, inputs: int) -> int:
     """Scratch of one thread: part of a panel widened, a panel's outputs, and what is prepared of
     few rows or what the tile unit needs."""
     records = min(rows, FEW_ROWS) * (inputs // BLOCK) * digits.RECORD
-    tiles = amx.ROWS * PANEL * 4 + TILE_DEPTH // amx.DEPTH * amx.GROUP_BYTES
+    groups = min(TILE_DEPTH, inputs) // amx.DEPTH
+    tiles = amx.ROWS * PANEL * 4 + groups * amx.GROUP_BYTES
     return (DEPTH + rows) * PANEL * 4 + -(-max(records, tiles) // LINE) * LINE + LINE
 
 

@@ -49,10 +49,14 @@ class Team:
         tiles: use the processor's tile unit if there is one. ``exact`` does without: few rows go to
             the vector unit, whose digits are others.
         byte_products: use the processor's products of bytes if there are any; not with ``exact``.
+        rounded: where the tile unit does a product, round what is multiplied to bfloat16 instead of
+            taking two parts of it: one product for three. What a row gets then depends on whether
+            there are few or many.
 
     Attributes:
         tiles: the configuration of the tile unit, or None.
         byte_products: whether few rows times codes are computed in whole numbers.
+        parts: bfloat16 values that stand for one in products of the tile unit, 1 or 2.
     """
 
     def __init__(
@@ -63,12 +67,14 @@ class Team:
         exact: bool = False,
         tiles: bool = True,
         byte_products: bool = True,
+        rounded: bool = False,
     ) -> None:
         address = _symbol_address("GOMP_parallel")
         self.threads = threads if address else 1
         self.exact = exact
         self.tiles = _tile_unit() if tiles and not exact else None
         self.byte_products = byte_products and not exact and _has_byte_products()
+        self.parts = 1 if rounded and self.tiles is not None else 2
         self._cache = cache
         self.num_compiled = 0
         self.num_loaded = 0
@@ -105,7 +111,12 @@ class Team:
     def describe(self) -> str:
         """For the log: where the kernels came from and what runs them."""
         threads = "torch's OpenMP" if self._parallel is not None else "no OpenMP found"
-        units = [", tile unit"] if self.tiles is not None else []
+        units = [", AVX-512"] if _has_avx512() else []
+        units += (
+            [f", tile unit ({self.parts * 2 - 1} products for one)"]
+            if self.tiles is not None
+            else []
+        )
         units += [", byte products"] if self.byte_products else []
         return (
             f"{self.num_compiled} kernels compiled, {self.num_loaded} from the cache; "
@@ -196,6 +207,12 @@ def _tile_unit() -> np.ndarray | None:
     from trioserve.kernels.cpu import amx  # which imports this module
 
     return amx.configuration() if amx.allow() else None
+
+
+def _has_avx512() -> bool:
+    from trioserve.kernels.cpu import simd
+
+    return simd.AVX512
 
 
 def _has_byte_products() -> bool:

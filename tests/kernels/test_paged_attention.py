@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.kernels.cpu.paged_attention import SPAN, PagedAttention, reference
+from trioserve.kernels.cpu.runtime import Team
+from trioserve.kernels.cpu.tile_attention import supports
 from trioserve.models.attention import (
     AttentionBackend,
     KVCacheSpec,
@@ -20,12 +22,12 @@ from trioserve.models.attention import (
 BACKENDS = ["numba", "torch"]
 EDGES = sorted({n + d for n in (0, 16, 32, 128, SPAN, 2 * SPAN) for d in (-1, 0, 1)} - {-1})
 
-row = st.tuples(st.sampled_from(EDGES), st.sampled_from([1, 1, 1, 2, 7, 8, 16, 33]))
+row = st.tuples(st.sampled_from(EDGES), st.sampled_from([1, 1, 1, 2, 7, 8, 16, 33, 130]))
 shapes = st.fixed_dictionaries(
     {
         "kv_heads": st.integers(1, 3),
         "group": st.sampled_from([1, 2, 3, 4, 7, 8, 26]),
-        "head_dim": st.sampled_from([1, 6, 16, 24, 64, 80]),
+        "head_dim": st.sampled_from([1, 6, 16, 24, 32, 64, 80, 96]),
         "block_size": st.sampled_from([8, 16, 32, 64, 128]),
     }
 )
@@ -40,6 +42,12 @@ def make(name: str, shape: dict[str, int], layers: int = 1) -> AttentionBackend:
     backend = make_backend(name, [spec] * layers, shape["block_size"], 2)
     assert backend.name == name
     return backend
+
+
+def error(shape: dict[str, int]) -> float:
+    """What a result may be off: where the tile unit computes it, 2^-16 of the terms."""
+    tiled = Team(1).tiles is not None and supports(shape["head_dim"], shape["block_size"])
+    return 5e-5 if tiled else 5e-6
 
 
 def random_step(batch, shape, seed=0):
@@ -110,7 +118,7 @@ def test_equals_float64(make_batch, name, shape, rows):
     backend.prepare(batch.context)
     out = backend.forward(0, query, key, value, batch.context)
     assert out.dtype == torch.float32
-    np.testing.assert_allclose(out, expected(batch, shape, query, keys, values), atol=5e-6)
+    np.testing.assert_allclose(out, expected(batch, shape, query, keys, values), atol=error(shape))
 
 
 SHAPE = {"kv_heads": 3, "group": 3, "head_dim": 64, "block_size": 16}
@@ -152,7 +160,7 @@ def test_chunks_equal_one_piece(make_batch, name):
         part.query_starts[1] = last - first
         backend.prepare(part)
         pieces.append(backend.forward(0, *(tensor[first:last] for tensor in step), part))
-    np.testing.assert_allclose(torch.cat(pieces), at_once, atol=2e-6)
+    np.testing.assert_allclose(torch.cat(pieces), at_once, atol=error(shape))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -233,7 +241,7 @@ def test_results_do_not_depend_on_threads(make_batch, team):
     out = kernel(cache, *random_step(batch, SHAPE))
     keys, values = cache[0].numpy().transpose(0, 1, 3, 2), cache[1].numpy()
     query = random_step(batch, SHAPE)[0]
-    np.testing.assert_allclose(out, expected(batch, SHAPE, query, keys, values), atol=5e-6)
+    np.testing.assert_allclose(out, expected(batch, SHAPE, query, keys, values), atol=error(SHAPE))
 
 
 class TestWrapper:
@@ -293,7 +301,9 @@ def test_many_rows_and_items_make_room(make_batch):
         note(keys, values, batch, key, value)
         backend.prepare(batch.context)
         out = backend.forward(0, query, key, value, batch.context)
-        np.testing.assert_allclose(out, expected(batch, shape, query, keys, values), atol=5e-6)
+        np.testing.assert_allclose(
+            out, expected(batch, shape, query, keys, values), atol=error(shape)
+        )
 
 
 def test_backends_are_what_they_say():

@@ -33,6 +33,7 @@ from trioserve.core.scheduler import Scheduler
 from trioserve.core.stages import StageReporter
 from trioserve.errors import ModelError, StartupError
 from trioserve.ipc.messages import Stage, TokenLogprobs, Work
+from trioserve.kernels.cpu import runtime
 from trioserve.kernels.cpu.panel_product import PanelProduct
 from trioserve.kernels.cpu.runtime import Team
 from trioserve.models.llama import Llama
@@ -95,9 +96,11 @@ def plain_logits(weights: str, token_ids: list[int]) -> Tensor:
     return model.forward(ids, positions, WholeSequence(), None, positions)
 
 
-def config(attention: str = "numba", weights: str = "fp32", **changes) -> Config:
+def config(
+    attention: str = "numba", weights: str = "fp32", dtype: str = "auto", **changes
+) -> Config:
     settings = Config(
-        model=ModelConfig(weights=weights),
+        model=ModelConfig(weights=weights, dtype=dtype),
         cache=CacheConfig(memory="1MiB", block_size=8),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
         kernels=KernelsConfig(attention=attention),
@@ -421,6 +424,46 @@ def test_a_decoder_kernel_that_fails_is_no_crash(
     session.add(0, [1, 2, 3])
     session.run()
     session.check("fp16")
+
+
+@pytest.mark.skipif(Team(1).tiles is None, reason="this processor has no AMX")
+def test_rounding_is_asked_for_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "load_model", lively_model)
+    prompt = list(range(3, 15))
+    plain = plain_logits("fp16", prompt)[-1]
+    for dtype, told in (("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")):
+        runner = start(config(weights="fp16", dtype=dtype), 40)
+        assert runner.info()["dtype"] == told
+        session = Session(runner, 40)
+        session.add(0, prompt)
+        session.step()
+        [found] = session.logits.values()
+        difference = (found - plain).abs().max()
+        if told == "float32":
+            assert difference < TOLERANCE
+        else:
+            assert TOLERANCE < difference < 0.05 * plain.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("weights", "deterministic"), [("fp32", False), ("fp16", True)], ids=["fp32", "deterministic"]
+)
+def test_bfloat16_where_it_cannot_be_is_an_error(weights: str, deterministic: bool) -> None:
+    settings = config(weights=weights, dtype="bfloat16")
+    settings = attrs.evolve(settings, engine=EngineConfig(threads=1, deterministic=deterministic))
+    with pytest.raises(ModelError, match=r"\[model\] dtype = bfloat16 needs .*set it to auto"):
+        start(settings, 40)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+def test_without_a_tile_unit_nothing_is_rounded(
+    monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    monkeypatch.setattr(runtime, "_tile_unit", lambda: None)
+    runner = start(config(weights=weights, dtype="auto"), 40)
+    assert runner.info()["dtype"] == "float32"
+    with pytest.raises(ModelError, match="needs a processor with AMX"):
+        start(config(weights=weights, dtype="bfloat16"), 40)
 
 
 class TestStartUp:

@@ -74,8 +74,11 @@ class ModelConfig:
         "(`generation_config.json`, GGUF metadata) where a request says nothing; `none` ignores "
         "them.",
     )
-    dtype: Literal["auto", "float32"] = setting(
-        "auto", "Arithmetic type. On CPU always float32; reduced types need native instructions."
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "What is multiplied; sums are float32 in any case. On CPU `auto` is `float32`. `bfloat16` "
+        "needs a processor with AMX and rounds rows and weights where a step has many: prompts "
+        "are computed sooner, and an answer may depend on how many requests run beside it.",
     )
     weights: Literal["auto", "fp32", "fp16", "int8", "packed"] = setting(
         "auto",

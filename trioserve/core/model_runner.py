@@ -133,6 +133,7 @@ class ModelRunner:
             self._config.cache.block_size,
             processor.threads,
             exact=self._config.engine.deterministic,
+            rounded=self._config.model.dtype == "bfloat16",
         )
         self.kv_bytes_per_token = attention.bytes_per_token
         if self._config.model.weights != "fp32" and processor.reads_float16:
@@ -147,7 +148,12 @@ class ModelRunner:
         else:
             attention.compile()
             self._layout, reason = choose_layout(self._config.model.weights)
-        log.info("weights: %s (%s)", self._layout, reason)
+        if self._config.model.dtype == "bfloat16" and self._dtype != "bfloat16":
+            raise ModelError(
+                "[model] dtype = bfloat16 needs a processor with AMX, numba's kernels with other "
+                "weights than fp32, and [engine] deterministic = false; set it to auto"
+            )
+        log.info("weights: %s (%s); products of %s", self._layout, reason, self._dtype)
         log.info("attention: %s", attention.describe())
         stage.detail = (
             f"{processor.describe()}; attention {attention.describe()}; "
@@ -157,6 +163,13 @@ class ModelRunner:
     @property
     def _weights_name(self) -> str:
         return "fp16" if self._layout == "panels" else self._layout
+
+    @property
+    def _dtype(self) -> str:
+        """What is multiplied where there are many rows; sums are float32 in any case."""
+        attention = self._attention
+        rounded = isinstance(attention, NumbaAttention) and attention.team.parts == 1
+        return "bfloat16" if rounded and self._kernels is not None else "float32"
 
     def profile(self, report: StageReporter) -> MemoryProfile:
         """Stage profile: run a step of the most rows with a cache just large enough, and measure.
@@ -214,7 +227,7 @@ class ModelRunner:
         return {
             "architecture": self._spec.architecture,
             "weights": self._weights_name,
-            "dtype": "float32",
+            "dtype": self._dtype,
             "device": "cpu",
             "threads": self._processor.threads,
             "attention": self._attention.name,

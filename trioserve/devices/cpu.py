@@ -15,7 +15,10 @@ from attrs import frozen
 
 from trioserve.config.schema import Config
 
-FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
+FEATURES = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512vbmi", "avx512_vnni", "amx_tile", "amx_bf16"),
+    *("asimd", "sve"),
+)
 """Processor features that decide which kernels run, by their names in /proc/cpuinfo."""
 LEAVES_NONE = 8
 """Up to so many processors all compute: one of them is worth more there than what the front end

@@ -181,7 +181,13 @@ class NumbaAttention(AttentionBackend):
     name = "numba"
 
     def __init__(
-        self, specs: list[KVCacheSpec], block_size: int, threads: int, *, exact: bool = False
+        self,
+        specs: list[KVCacheSpec],
+        block_size: int,
+        threads: int,
+        *,
+        exact: bool = False,
+        rounded: bool = False,
     ) -> None:
         super().__init__(specs, block_size)
         from trioserve.kernels.cpu.paged_attention import PagedAttention
@@ -190,7 +196,7 @@ class NumbaAttention(AttentionBackend):
         first = specs[0]
         if any(spec != first for spec in specs):
             raise ValueError("layers with different caches")
-        self.team = Team(threads, cache_directory(), exact=exact)
+        self.team = Team(threads, cache_directory(), exact=exact, rounded=rounded)
         self.exact = exact
         self.kernel = PagedAttention(
             self.team,
@@ -238,10 +244,12 @@ def make_backend(
     threads: int,
     *,
     exact: bool = False,
+    rounded: bool = False,
 ) -> AttentionBackend:
     """The backend as configured; with "auto" the first that works here, and the log says which.
 
     ``exact``: what a token gets is the same to the bit whatever is computed beside it.
+    ``rounded``: what its team of threads multiplies is rounded to bfloat16, see ``Team``.
 
     Raises:
         ModelError: the one that was asked for does not work here, or not exactly.
@@ -254,7 +262,7 @@ def make_backend(
     if wanted == "torch":
         return TorchAttention(specs, block_size)
     try:
-        return NumbaAttention(specs, block_size, threads, exact=exact)
+        return NumbaAttention(specs, block_size, threads, exact=exact, rounded=rounded)
     except Exception as error:  # a compiler has many ways to fail
         cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] or 'no message'}"
         if exact:
