@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from trioserve.errors import ModelError
-from trioserve.kernels.cpu import runtime, simd
+from trioserve.kernels.cpu import digits, runtime, simd
 from trioserve.kernels.cpu.runtime import Team, next_unit, team_barrier, thread_index
 from trioserve.models.attention import KVCacheSpec, make_backend
 
@@ -53,6 +53,18 @@ def test_one_thread_is_the_caller():
     kernel(Params(seen.ctypes.data, counter.ctypes.data, 10))
     assert seen[:2].tolist() == [1, 0]
     assert (seen[64:] == 1).all()
+
+
+def test_exact_results_do_without_units_whose_digits_are_others():
+    team = Team(1, None, exact=True)
+    assert (team.tiles, team.byte_products) == (None, False)
+    assert "byte products" not in team.describe()
+
+
+def test_the_log_tells_of_byte_products_where_they_are_used():
+    team = Team(1, None)
+    assert ("byte products" in team.describe()) == team.byte_products == digits.PRESENT
+    assert not Team(1, None, byte_products=False).byte_products
 
 
 def test_no_cache_where_nothing_can_be_written(monkeypatch, tmp_path, caplog):
