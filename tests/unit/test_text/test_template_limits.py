@@ -198,6 +198,19 @@ LEGAL = [
     "{{ messages | map(attribute='content') | list }}",
     "{{ messages | sort(attribute='role') | length }}",
     "{{ messages | groupby('role') | length }}{{ 'a b c' | wordcount }}{{ 1024 | filesizeformat }}",
+    "{%- set ns = namespace(many=true, last=messages|length - 1) %}{%- for m in messages[::-1] %}"
+    "{%- set index = (messages|length - 1) - loop.index0 %}{%- if ns.many and m.role == 'user' and "
+    "m.content is string and not(m.content.startswith('<tool>')) %}{%- set ns.many = false %}"
+    "{%- set ns.last = index %}{%- endif %}{%- endfor %}{{ ns.last }}",
+    "{% for m in messages %}{% set c = m.content %}{% if '</think>' in c %}{% set r = "
+    "c.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + c.strip('\\n') + '<|im_end|>' }}{% endfor %}",
+    "{%- if messages[0]['role'] == 'user' %}{%- set rest = messages[1:] %}{%- else %}"
+    "{%- set rest = messages %}{%- endif %}{{ rest | length }}"
+    "{%- for m in messages | rejectattr('role', 'equalto', 'tool') | selectattr('content', "
+    "'defined') %}{{ m['content'] | trim + '<|eot_id|>' }}{% endfor %}",
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}bad{% endif %}"
+    "{{ loop.previtem is defined }}{{ loop.nextitem is defined }}{% endfor %}",
     "{% filter upper %}abc{{ messages[0].role }}{% endfilter %}",
     "{% with y = 1 %}{{ y }}{% endwith %}",
 ]
