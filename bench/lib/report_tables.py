@@ -104,6 +104,8 @@ def longer_context(sections: Sections) -> str:
     """What a step of one stream takes longer for more keys and values, as a speed of reading."""
     lines = [line for line in sections["step"]["results"] if line["streams"] == 1]
     short, long = (pick(lines, key=lambda line: line["context"]) for pick in (min, max))
+    if long["context"] == short["context"]:
+        return "-"
     more_ms = long["ms"]["total"] - short["ms"]["total"]
     speed = (long["kv_mb"] - short["kv_mb"]) / more_ms
     copy = sections["step"]["machine"]["copy_gb_per_s"]

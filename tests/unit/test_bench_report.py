@@ -147,6 +147,13 @@ def test_the_targets_are_found_in_what_was_measured() -> None:
     ]
 
 
+def test_one_context_tells_nothing_of_longer_ones() -> None:
+    step = SECTIONS["step"] | {"results": SECTIONS["step"]["results"][:1]}
+    found = {what: value for what, _, value in report_tables.targets({"step": step})[1:]}
+    assert found["context of 8 K against 128"] == "-"
+    assert found["decode alone at 32 rows, tokens/s"] is None
+
+
 def test_figures_that_were_not_measured_are_dashes() -> None:
     rows = report_tables.targets({"startup": SECTIONS["startup"]})[1:]
     assert [value for _, _, value in rows] == [2.5, *[None] * 10]
