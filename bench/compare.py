@@ -237,6 +237,8 @@ def measure(systems: dict[str, Ask], rounds: int, seed: str) -> dict[str, dict[s
                 for figure, value in figures(load_name, load, times).items():
                     if turn >= 0:
                         seen[name].setdefault(figure, []).append(value)
+                    when = f"round {turn + 1}" if turn >= 0 else "to warm up"
+                    print(f"{when}: {name}: {figure} {value:.1f}", file=sys.stderr, flush=True)
     return seen
 
 

@@ -141,7 +141,7 @@ SECTIONS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "server": partial(loads, commands=SERVE),
     "memory": of_memory,
     "step": of_step,
-    "deterministic": lambda options: of_step(options, "--deterministic"),
+    "deterministic": lambda options: of_step(options, "--deterministic", "--contexts", "128"),
     "compare": of_compare,
     "quality": of_quality,
     "http": of_http,
