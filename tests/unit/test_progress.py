@@ -106,6 +106,26 @@ def test_a_running_stage_without_a_fraction_says_for_how_long_it_runs(
     assert (failed.state, failed.seconds) == ("failed", 4.5)
 
 
+def test_of_stages_that_run_side_by_side_only_the_one_at_fault_has_failed() -> None:
+    tree = StageTree()
+    tree.apply(Stage("fetch", "start"))
+    tree.apply(Stage("spawn", "start"))
+    tree.apply(Stage("spawn", "end", seconds=0.1))
+    tree.apply(Stage("python", "start"))
+    tree.fail("fetch")
+    states = {stage.name: stage.state for stage in tree.snapshot()}
+    assert (states["fetch"], states["spawn"], states["python"]) == ("failed", "done", "pending")
+    assert tree.current == "fetch"
+
+
+def test_a_stage_that_failed_after_its_end_is_shown_as_failed() -> None:
+    tree = StageTree()
+    tree.apply(Stage("inspect", "start"))
+    tree.apply(Stage("inspect", "end", seconds=0.1))
+    tree.fail("inspect")
+    assert tree.current == "inspect"
+
+
 def test_an_ended_stage_has_the_workers_own_time() -> None:
     tree = StageTree()
     tree.apply(Stage("profile", "start"))

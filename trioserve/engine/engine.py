@@ -491,9 +491,15 @@ class Engine:
             self._notify()
 
     def end_incarnation(
-        self, phase: Phase, error: RequestError, cause: str | None, *, resubmit: bool = False
+        self,
+        phase: Phase,
+        error: RequestError,
+        cause: str | None,
+        *,
+        stage: str | None = None,
+        resubmit: bool = False,
     ) -> None:
-        """The worker is gone: open requests get ``error``.
+        """The worker is gone: open requests get ``error``. ``stage`` is the one that failed.
 
         With ``resubmit``, those of which nothing was delivered yet wait for the next worker
         instead; once, so that a request that kills workers does not go on for ever.
@@ -501,7 +507,7 @@ class Engine:
         self._phase = phase
         if cause is not None:
             self._cause = cause
-            self._stages.fail()
+            self._stages.fail(stage)
         self._stats = None
         self.worker_pid = None
         self._commands.clear()

@@ -57,12 +57,15 @@ class StageTree:
             if stage.state == "running":
                 stage.state = "done"
 
-    def fail(self) -> None:
-        """The stage that runs has failed."""
+    def fail(self, name: str | None = None) -> None:
+        """The stage of that name has failed, or the one that runs; others that ran beside it are
+        cut short, and are pending again."""
         for stage in self._stages.values():
             if stage.state == "running":
-                stage.seconds = self._elapsed_s(stage)
-                stage.state = "failed"
+                stage.seconds = self._elapsed_s(stage) if name in (None, stage.name) else None
+                stage.state = "failed" if name in (None, stage.name) else "pending"
+        if name in self._stages:
+            self._stages[name].state = "failed"
 
     @property
     def current(self) -> str:

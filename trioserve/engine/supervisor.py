@@ -38,6 +38,7 @@ from trioserve.errors import (
     StartupError,
     TrioserveError,
     WorkerDied,
+    WorkerHandshakeError,
 )
 from trioserve.ipc.framing import MalformedFrame
 from trioserve.ipc.launch import Launched
@@ -276,6 +277,7 @@ class Supervisor:
                     Phase.RESTARTING,
                     RequestFailed(DIED),
                     str(error),
+                    stage=failed_stage(error),
                     resubmit=self._config.engine.resubmit,
                 )
                 pause = min(self._config.engine.restart_backoff_s * 2**restarts, MAX_BACKOFF_S)
@@ -289,7 +291,9 @@ class Supervisor:
     def fail(self, error: TrioserveError) -> None:
         """The engine has ended by ``error``; open requests are told."""
         self._engine.failure = error
-        self._engine.end_incarnation(Phase.FAILED, RequestFailed(DIED), str(error))
+        self._engine.end_incarnation(
+            Phase.FAILED, RequestFailed(DIED), str(error), stage=failed_stage(error)
+        )
 
     def close(self) -> None:
         """The block was left; whatever is still open is cut."""
@@ -539,3 +543,10 @@ def first_error(group: BaseExceptionGroup[TrioserveError]) -> TrioserveError:
         error = error.exceptions[0]
     assert isinstance(error, TrioserveError)
     return error
+
+
+def failed_stage(error: TrioserveError) -> str | None:
+    """The stage of start-up that ``error`` ended; None where it was none."""
+    if isinstance(error, StartupError):
+        return error.stage
+    return "spawn" if isinstance(error, WorkerHandshakeError) else None
