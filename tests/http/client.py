@@ -52,6 +52,7 @@ async def serving(
     drain_s: float = 5.0,
     log: LogConfig | None = None,
     scheduler: SchedulerConfig | None = None,
+    limit_s: float = 30.0,
     **http: Any,
 ) -> AsyncIterator[Served]:
     """A server on a free port; cancelled at the end if the test did not drain it."""
@@ -64,7 +65,7 @@ async def serving(
     listeners = bind(config.http)
     name = listeners[0].socket.getsockname()
     port = name[1] if isinstance(name, tuple) else 0
-    with trio.fail_after(30):
+    with trio.fail_after(limit_s):
         async with trio.open_nursery() as nursery:
             served = Served(engine, port, trio.Event(), [], nursery.cancel_scope, trio.Event())
 

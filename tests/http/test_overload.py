@@ -235,12 +235,12 @@ async def test_pf_01_probes_are_answered_between_the_pieces_of_large_bodies() ->
     raw = json.dumps(body).encode()
     assert len(raw) > 25 * 2**20
     statuses: list[int] = []
-    async with serving(engine, max_body_bytes=32 * 2**20) as served:
+    async with serving(engine, max_body_bytes=32 * 2**20, limit_s=90.0) as served:
         num_probes = 0
 
         async def post() -> None:
             client = await served.connect()
-            client._patience_s = 25.0
+            client._patience_s = 80.0
             await client.send("POST", "/v1/chat/completions", raw)
             statuses.append((await client.answer()).status)
 

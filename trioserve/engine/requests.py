@@ -45,18 +45,22 @@ class Mailbox:
         self._most = most
         self._deltas: list[Delta] = []
         self._error: RequestError | None = None
-        self._wake = trio.Event()
+        self._wake: trio.Event | None = None  # of a reader that waits
         self._being_read = False
 
     def put(self, delta: Delta) -> None:
         """Add a delta. Engine task only."""
         self._deltas.append(delta)
-        self._wake.set()
+        self._tell()
 
     def fail(self, error: RequestError) -> None:
         """End with an error, to be raised after what came before it is read. Engine task only."""
         self._error = error
-        self._wake.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
 
     async def take(self) -> Delta:
         """What came since the last call, merged into one delta; waits only if there is nothing.

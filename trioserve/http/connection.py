@@ -471,16 +471,13 @@ class Connection(TCPServer):
         return False
 
     def _set_idle(self, idle: bool) -> None:
-        """Mind the time while no request is being answered, that of a slow head included.
+        """Note whether a request is being answered; its head's arrival is idle time still.
 
         In place of hypercorn's idle task, which costs a task per request and stays behind when the
-        client closes: the reader's own scope has the deadline.
+        client closes: the server ends those that were idle too long.
         """
         self._idle = idle
         self._on_idle(self, idle)
-        if not self._closing:
-            timeout_s = self.config.keep_alive_timeout if idle else math.inf
-            self._reading.deadline = trio.current_time() + timeout_s
 
     async def _begin_close(self) -> None:
         """End our sending and leave the rest to the reader.

@@ -20,24 +20,34 @@ class Exchange:
         self.on_half_close: Callable[[], None] | None = None
         self.streams: bool | None = None  # None: not known yet
         self.write: Callable[[bytes], Awaitable[None]] | None = None
-        self._decided = trio.Event()
-        self._ended = trio.Event()
+        self._ended = False
+        self._changed: trio.Event | None = None  # only where somebody waits: most have nobody
 
     def declare(self, *, streams: bool) -> None:
         """Say whether the answer will be a stream."""
         self.streams = streams
-        self._decided.set()
+        self._tell()
 
     def end(self) -> None:
         """The answer is complete, or nobody waits for it. Idempotent."""
-        self._decided.set()
-        self._ended.set()
+        self._ended = True
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
 
     async def outlast_end_of_input(self) -> None:
         """Return when the client, who has ended its sending, counts as gone."""
-        await self._decided.wait()
-        if self.streams and not self._ended.is_set():
+        while self.streams is None and not self._ended:
+            await self._change()
+        if self.streams and not self._ended:
             self.half_closed = True
             if self.on_half_close is not None:
                 self.on_half_close()
-            await self._ended.wait()
+            while not self._ended:
+                await self._change()
+
+    async def _change(self) -> None:
+        self._changed = trio.Event()
+        await self._changed.wait()

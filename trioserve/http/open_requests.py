@@ -172,8 +172,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._requests: set[OpenRequest] = set()
-        self._none = trio.Event()
-        self._none.set()
+        self._none: trio.Event | None = None  # of a drain that waits
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -185,14 +184,12 @@ class OpenRequests:
     def opened(self, id: str = "") -> Iterator[OpenRequest]:
         """A request that is open until the ``with`` ends."""
         request = OpenRequest(id)
-        if not self._requests:
-            self._none = trio.Event()
         self._requests.add(request)
         try:
             yield request
         finally:
             self._requests.discard(request)
-            if not self._requests:
+            if self._none is not None and not self._requests:
                 self._none.set()
 
     def find(self, id: str) -> list[OpenRequest]:
@@ -203,6 +200,7 @@ class OpenRequests:
     async def wait_none(self) -> None:
         """Wait until no request is open."""
         while self._requests:
+            self._none = trio.Event()
             await self._none.wait()
 
     def cut_all(self) -> int:

@@ -96,7 +96,7 @@ class _Server:
         self._hypercorn = _hypercorn_config(http)
         self._context = WorkerContext(None)
         self._connections: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # the longest idle first
+        self._idle: dict[Connection, float] = {}  # since when; the longest first
         self._changed = trio.lowlevel.ParkingLot()  # until a connection closes or becomes idle
 
     def add_metrics(self, collectors: Sequence[Collector]) -> None:
@@ -115,6 +115,7 @@ class _Server:
                 async with trio.open_nursery() as acceptors:
                     for listener in listeners:
                         acceptors.start_soon(self._accept, listener, connections)
+                    acceptors.start_soon(self._close_idle)
                     task_status.started()
                     await self._stopping.wait()
                     await self._drain(drain_deadline_s)
@@ -185,6 +186,21 @@ class _Server:
             return ClientStream(stream, self._http.send_timeout_s)
         return self._tls.wrap(stream, self._http.send_timeout_s)
 
+    async def _close_idle(self) -> None:
+        """Close connections that have been idle for the keep-alive time. Cancellation ends it.
+
+        One task for all: a deadline for each would be set anew twice for every request. Whoever
+        becomes idle while this sleeps is not due before it wakes.
+        """
+        timeout_s = self._http.keep_alive_timeout_s
+        while True:
+            now_s = trio.current_time()
+            since_s = next(iter(self._idle.values()), now_s)
+            if since_s + timeout_s > now_s:
+                await trio.sleep_until(since_s + timeout_s)
+            else:
+                self._close_longest_idle()
+
     async def _wait_for_room(self) -> None:
         """Wait until one more connection may be served; the longest idle one makes room.
 
@@ -209,7 +225,7 @@ class _Server:
     def _note_idle(self, connection: Connection, idle: bool) -> None:
         self._idle.pop(connection, None)
         if idle:
-            self._idle[connection] = None
+            self._idle[connection] = trio.current_time()
             self._changed.unpark_all()
 
     async def _serve_connection(self, connection: Connection, client: ClientStream) -> None:
