@@ -4,10 +4,10 @@ Everything in the parent shares one loop; a step that does not give it back hold
 probe and deadline. A pass that lasts ``LIMIT_S`` or more is counted, and logged with the stack that
 was running when the limit was reached.
 
-The stack is taken by faulthandler's own signal handler, in C and on the main thread itself: no
-thread, no Python in a signal handler, and it works while native code holds the GIL. A timer
-of the kernel sends the signal; it is armed for as long as a pass runs and never while the loop
-waits, so an idle server is not woken. docs/decisions/0003-loop-watch.md has the alternatives.
+The stack is taken by a signal handler between two instructions of the main thread; where native
+code holds the interpreter, that is when it returns, in the frame that called it. A timer of the
+kernel sends the signal; it is armed for as long as a pass runs and never while the loop waits, so
+an idle server is not woken. docs/decisions/0003-loop-watch.md has the alternatives.
 
 For the process that is ours alone: it takes SIGALRM and the process's one real-time timer.
 ``open_engine`` does not use it.
@@ -16,14 +16,13 @@ For the process that is ours alone: it takes SIGALRM and the process's one real-
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import math
-import os
 import signal
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
+from types import FrameType
 
 import trio
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -34,6 +33,7 @@ logger = logging.getLogger("trioserve.loop")
 
 LIMIT_S = 0.25
 CPU_AGE_S = 0.01  # of the last look at the processor time: it is dear for every pass
+MAX_FRAMES = 100
 QUIET_S = 5.0  # after a stack was logged, others are only counted for this long
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -49,11 +49,10 @@ class LoopWatch(trio.abc.Instrument):
         num_blocked: passes of ``limit_s`` and more.
     """
 
-    def __init__(self, fd: int, limit_s: float, quiet_s: float) -> None:
+    def __init__(self, limit_s: float, quiet_s: float) -> None:
         self.num_passes = [0] * (len(BUCKETS) + 1)
         self.sum_s = 0.0
         self.num_blocked = 0
-        self._fd = fd
         self._limit_s = limit_s
         self._quiet_s = quiet_s
         self._began_s: float | None = None
@@ -61,6 +60,7 @@ class LoopWatch(trio.abc.Instrument):
         self._looked_s = -math.inf
         self._quiet_until_s = 0.0
         self._num_unsaid = 0
+        self._stack: list[str] = []  # of the present pass, once it has lasted too long
 
     def after_io_wait(self, timeout: float) -> None:
         """A pass begins."""
@@ -101,16 +101,19 @@ class LoopWatch(trio.abc.Instrument):
         # By the clock, as writing to a slow stderr may be what blocks.
         self._quiet_until_s = time.monotonic() + self._quiet_s
 
-    def _take_stack(self) -> str:
-        """What faulthandler wrote, less trio's own part below the task; empties the file."""
-        text = os.pread(self._fd, 1 << 16, 0).decode(errors="replace")
-        os.ftruncate(self._fd, 0)
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        lines = []
-        for line in text.splitlines()[1:]:
-            if line.endswith(" in unrolled_run"):
+    def note_stack(self, signum: int, frame: FrameType | None) -> None:
+        """The signal's handler. It only walks the frames: what it interrupts may hold any lock."""
+        lines: list[str] = []
+        while frame is not None and len(lines) < MAX_FRAMES:
+            code = frame.f_code
+            if code.co_name == "unrolled_run":  # what is below the task is trio's
                 break
-            lines.append(line)
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+        self._stack = lines
+
+    def _take_stack(self) -> str:
+        lines, self._stack = self._stack, []
         return "\n".join(lines) or "  (not taken: the process did not run)"
 
 
@@ -146,13 +149,10 @@ def watching_loop(limit_s: float = LIMIT_S, quiet_s: float = QUIET_S) -> Iterato
 
     SIGALRM and the real-time timer are its own inside the block and as before after it.
     """
-    fd = os.memfd_create("trioserve-loop", os.MFD_CLOEXEC)
+    watch = LoopWatch(limit_s, quiet_s)
+    before = signal.signal(signal.SIGALRM, watch.note_stack)
     try:
-        faulthandler.register(signal.SIGALRM, file=fd, all_threads=False, chain=False)
-        try:
-            yield LoopWatch(fd, limit_s, quiet_s)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            faulthandler.unregister(signal.SIGALRM)
+        yield watch
     finally:
-        os.close(fd)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
