@@ -2,8 +2,8 @@
 
 ::
 
-    run                                       failure → exit code; a worker starts already
-    └ keys, certificates, bind                before anything heavy
+    run                                       failure → exit code
+    └ keys, certificates, bind, launch        before anything heavy; a worker imports its half
       └ root nursery ── signals               first signal: drain; second: cancel this nursery
         └ open_engine                         phase LOADING at once; the worker lives in here
           ├ progress · engine end · rates · service manager · sender of spans
@@ -23,6 +23,7 @@ import traceback
 from typing import IO, TYPE_CHECKING, cast
 
 import attrs
+import msgspec
 import trio
 
 from trioserve.config.keys import forget_keys, without_keys
@@ -37,6 +38,9 @@ from trioserve.errors import DrainCut, TrioserveError
 from trioserve.http.guard import Guard, check_exposure
 from trioserve.http.listeners import Listener, bind, describe
 from trioserve.http.tls import Tls
+from trioserve.ipc.framing import encode
+from trioserve.ipc.launch import Launched
+from trioserve.ipc.messages import Init
 from trioserve.logs import set_up_logging
 from trioserve.loop_watch import LoopMetrics, LoopWatch, watching_loop
 from trioserve.notify import notify_manager
@@ -47,13 +51,13 @@ from trioserve.tracing.tracer import TraceMetrics, open_tracer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from rich.console import Console
 
     from trioserve.config import LoadedConfig
     from trioserve.engine.engine import Engine
     from trioserve.http.server import DrainReport
-    from trioserve.ipc.launch import Launched
 
 logger = logging.getLogger("trioserve")
 
@@ -101,12 +105,8 @@ class Tree:
     worker_factory: WorkerFactory
 
 
-def run(loaded: LoadedConfig, launched: Launched | None = None) -> int:
-    """Serve until told to stop; returns the exit code of design and docs/lifecycle.md.
-
-    ``launched`` is the first worker, where it was started ahead, with ``without_keys`` of the same
-    configuration as its Init. It has ended when this returns.
-    """
+def run(loaded: LoadedConfig) -> int:
+    """Serve until told to stop; returns the exit code of design and docs/lifecycle.md."""
     # One text at a time is tokenized, in a thread of ours: a pool per process would idle.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # A loop blocked for ever gets SIGABRT from a manager's watchdog: the log then has its stack.
@@ -120,7 +120,7 @@ def run(loaded: LoadedConfig, launched: Launched | None = None) -> int:
         # What a slip of log rotation sends would end the server; it writes its stacks instead.
         faulthandler.register(number, file=2, all_threads=True)
     try:
-        with launched or contextlib.nullcontext(), open_entrance(loaded) as entrance:
+        with open_entrance(loaded) as entrance, launch_worker(loaded) as launched:
             # A third of a second, before the loop, which it would block. A thread for it wins
             # nothing, as it and the loop would wait for each other's turn of the interpreter.
             serve_http = import_serve_http()
@@ -165,6 +165,21 @@ def open_entrance(loaded: LoadedConfig) -> Iterator[Entrance]:
         logger.info("listening on %s", ", ".join(addresses))
         forget_keys(os.environ)
         yield Entrance(listeners, addresses, guard, tls)
+
+
+def launch_worker(loaded: LoadedConfig) -> AbstractContextManager[Launched | None]:
+    """Start the first worker, which imports its half while this process imports its own.
+
+    It has ended when the block has. None where the server has to start it, and to say what is
+    wrong.
+    """
+    if loaded.config.test.faults:
+        return contextlib.nullcontext()  # they are the server's to hand out
+    init = Init(msgspec.to_builtins(without_keys(loaded.config)))
+    try:
+        return Launched("trioserve.core", first_frame=encode(init))
+    except OSError:
+        return contextlib.nullcontext()
 
 
 async def serve(tree: Tree) -> None:

@@ -153,10 +153,10 @@ def test_print_config_is_what_would_be_served(tmp_path: Path) -> None:
 
 
 def test_run_ends_with_what_the_server_returns(tmp_path: Path) -> None:
-    """The one seam to the server: ``trioserve.main.run(loaded, launched)``, here another one."""
+    """The one seam to the server: ``trioserve.main.run(loaded)``, here another one."""
     program = (
         "import sys, types; fake = types.ModuleType('trioserve.main')\n"
-        "def run(loaded, launched): print(loaded.config.http.port); return 7\n"
+        "def run(loaded): print(loaded.config.http.port); return 7\n"
         "fake.run = run; sys.modules['trioserve.main'] = fake\n"
         "from trioserve.cli import main; main(['run', '--port', '1234'])"
     )
@@ -168,7 +168,7 @@ def test_a_containers_first_process_heeds_sigterm_from_the_start(tmp_path: Path)
     """The kernel drops signals that process 1 has no handler for."""
     program = (
         "import os, sys, time, types; fake = types.ModuleType('trioserve.main')\n"
-        "def run(loaded, launched): print('here', flush=True); time.sleep(60)\n"
+        "def run(loaded): print('here', flush=True); time.sleep(60)\n"
         "fake.run = run; sys.modules['trioserve.main'] = fake\n"
         "if sys.argv[1] == 'first': os.getpid = lambda: 1\n"
         "from trioserve.cli import main; main(['run'])"

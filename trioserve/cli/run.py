@@ -15,7 +15,6 @@ import click
 
 if TYPE_CHECKING:
     from trioserve.config import LoadedConfig
-    from trioserve.ipc.launch import Launched
 
 # Flag, the key it stands for, and what `run --help` shows in place of its value. What a value may
 # be is decided by the schema alone, which is not imported for --help; a test holds the two equal.
@@ -86,30 +85,9 @@ def run(
                 raise  # click's business
             sys.exit(f"trioserve: the configuration cannot be printed: {error.strerror}")
         sys.exit(0)
-    launched = launch_worker(loaded)  # which imports its half while this process imports its own
     from trioserve.main import run as serve
 
-    leave(serve(loaded, launched))
-
-
-def launch_worker(loaded: LoadedConfig) -> Launched | None:
-    """Start the first worker; None where the server has to do it, and to say what is wrong."""
-    import msgspec
-
-    from trioserve.config.keys import forget_keys, without_keys
-    from trioserve.ipc.framing import encode
-    from trioserve.ipc.launch import Launched
-    from trioserve.ipc.messages import Init
-
-    if loaded.config.test.faults:
-        return None  # whose faults are for the server to hand out
-    env = dict(os.environ)
-    forget_keys(env)
-    try:
-        init = Init(msgspec.to_builtins(without_keys(loaded.config)))
-        return Launched("trioserve.core", env, first_frame=encode(init))
-    except OSError:
-        return None
+    leave(serve(loaded))
 
 
 def leave(exit_code: int) -> NoReturn:
