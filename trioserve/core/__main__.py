@@ -23,7 +23,6 @@ from trioserve import __version__
 from trioserve.config.schema import FAULTS_VARIABLE, Config
 from trioserve.core.batch import Executor
 from trioserve.core.engine_core import EngineCore
-from trioserve.core.lazy_imports import lazily
 from trioserve.core.stages import StageReporter
 from trioserve.errors import TrioserveError
 from trioserve.ipc.child import Channel
@@ -104,17 +103,16 @@ def _import_executor(
         from trioserve.devices.cpu import prepare_environment
 
         prepare_environment(config)  # threads, before the libraries read the environment
-        with lazily():
-            import torch
+        import torch
 
-            stage.detail = f"torch {torch.__version__}"
-            stage.progress()
-            from trioserve.core.model_runner import ModelRunner
+        stage.detail = f"torch {torch.__version__}"
+        stage.progress()
+        from trioserve.core.model_runner import ModelRunner
 
-            if config.kernels.attention != "torch":
-                # What is wrong with it is found, and said, where its kernels are made.
-                with contextlib.suppress(Exception):
-                    importlib.import_module("numba")
+        if config.kernels.attention != "torch":
+            # What is wrong with it is found, and said, where its kernels are made.
+            with contextlib.suppress(Exception):
+                importlib.import_module("numba")
         return ModelRunner
 
 
