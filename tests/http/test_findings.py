@@ -483,6 +483,7 @@ def test_f10_the_internals_are_there() -> None:
 
     connection = h11.Connection(h11.SERVER)
     assert "_writer" in vars(connection)  # or chunks take the long way
+    assert vars(connection)["_receive_buffer_closed"] is False
     connection.receive_data(b"\r")
     assert connection._receive_buffer._data == b"\r"  # line ends before a request
     assert "self.can_read.wait()" in inspect.getsource(H11Protocol._handle_events)

@@ -102,9 +102,12 @@ class _H11(h11.Connection):
             super().receive_data(data)
 
     def next_event(self) -> Any:
-        if self.their_state is h11.MUST_CLOSE:
+        state = self.their_state
+        if state is h11.DONE and not self._receive_buffer and not self._receive_buffer_closed:
+            return h11.NEED_DATA  # as h11 finds out in a longer way
+        if state is h11.MUST_CLOSE:
             return h11.NEED_DATA
-        if self.their_state is h11.IDLE and self._passes_over_line_ends():
+        if state is h11.IDLE and self._passes_over_line_ends():
             return h11.NEED_DATA
         return super().next_event()
 
