@@ -151,15 +151,19 @@ async def test_api_01_gone_is_counted_and_normal_ends_are_not() -> None:
         assert 'choices_finished_total{reason="length"} 1.0' in text
 
 
-async def test_api_01_half_closed_plain_request_counts_as_gone() -> None:
+@pytest.mark.parametrize("when", ["with the request", "once it runs"])
+async def test_api_01_half_closed_plain_request_counts_as_gone(when: str) -> None:
     engine = FakeEngine(script=None)
     async with serving(engine) as served:
         client = await served.connect()
         await client.send("POST", "/v1/completions", COMPLETION)
+        if when == "once it runs":
+            await engine.submitted()
         await client.stream.send_eof()
-        [stream] = await engine.submitted()
-        with trio.fail_after(1):
-            await stream.closed.wait()
+        assert await client.rest() == b""
+        for stream in engine.streams:  # none, if it was gone before it got that far
+            with trio.fail_after(1):
+                await stream.closed.wait()
 
 
 async def test_half_closed_probe_is_answered() -> None:
