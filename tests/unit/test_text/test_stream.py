@@ -239,7 +239,7 @@ def test_api_07_a_leading_space_left_out_is_left_out_of_the_bytes(sentencepiece:
     assert answer.bytes == b"the dog"
     first = answer.logprobs[0]
     assert first.token == first.token_bytes.decode() == "the"
-    assert first.top[1] == TokenLogprob(first.token, first.token_id, first.token_bytes, -1.5, [], 2)
+    assert first.top[1] == TokenLogprob(first.token, first.token_id, first.token_bytes, -1.5, (), 2)
 
 
 def test_api_07_the_chosen_token_is_reported_not_the_best(byte_level: Tokenizer) -> None:
