@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import trio
 import trio.testing
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
 
+from trioserve.http import asgi
 from trioserve.http.body import RequestBody
+from trioserve.http.request_state import RequestState, enter_request
+
+from .client import serving
 
 
 async def test_pieces_come_out_joined_and_a_whole_body_is_not_waited_for() -> None:
@@ -48,7 +55,7 @@ async def test_what_is_too_long_wakes_its_reader_and_is_not_kept() -> None:
         nursery.start_soon(feed)
         with pytest.raises(RequestEntityTooLarge):
             await body.read()
-    assert body._pieces == []
+    assert body._data == b""
     with pytest.raises(RequestEntityTooLarge):
         body.take()
 
@@ -75,6 +82,16 @@ async def test_a_body_that_does_not_come_in_time(autojump_clock: trio.testing.Mo
     assert trio.current_time() - began == pytest.approx(7.0)
 
 
+async def test_many_pieces_and_empty_ones_at_the_start() -> None:
+    pieces = [b"", b"", *(bytes([n % 251]) * n for n in range(200))]
+    body = RequestBody(10**6)
+    for piece in pieces:
+        body.append(piece)
+    body.end()
+    assert await body.read() == b"".join(pieces)
+    assert body.take() == b"", "given out once"
+
+
 async def test_a_cancelled_reader_loses_nothing() -> None:
     body = RequestBody(10)
     body.append(b"a")
@@ -83,3 +100,40 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
     body.append(b"b")
     body.end()
     assert await body.read() == b"ab"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", {"messages": 3}, 400),
+        ("/v1/chat/completions", b"[" * 1000, 400),
+        ("/v1/messages", {"messages": []}, 400),
+        ("/v1/nothing", {}, 404),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, 200),
+    ],
+)
+async def test_what_a_request_held_is_let_go_of_without_the_collector(
+    path: str, body: object, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of megabytes that a cycle keeps is one of many, until the collector comes by."""
+    states: list[weakref.ref[RequestState]] = []
+
+    def noting(state: RequestState) -> None:
+        states.append(weakref.ref(state))
+        enter_request(state)
+
+    monkeypatch.setattr(asgi, "enter_request", noting)
+    async with serving() as served:
+        client = await served.connect()
+        await client.send("GET", "/health")
+        await client.answer()
+        gc.collect()
+        gc.disable()
+        try:
+            await client.send("POST", path, body)
+            assert (await client.answer()).status == status
+            await client.send("GET", "/health")  # the connection is at another request
+            await client.answer()
+            assert states[1]() is None
+        finally:
+            gc.enable()

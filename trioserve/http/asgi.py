@@ -107,8 +107,9 @@ class App(QuartTrio):
         self, error: Exception | BaseExceptionGroup[BaseException]
     ) -> Any:
         """Note the error for the metrics, and make an answer of it."""
-        request_state().error = error if isinstance(error, Exception) else None
-        return await super().handle_user_exception(error)
+        answer = await super().handle_user_exception(error)
+        request_state().error = bare(error) if isinstance(error, Exception) else None
+        return answer
 
 
 class _ReplyResponse(Response):
@@ -118,6 +119,13 @@ class _ReplyResponse(Response):
         super().__init__(b"", status=reply.status, headers=reply.headers)
         self.reply = reply
         del self.headers["Content-Length"]
+
+
+def bare(error: Exception) -> Exception:
+    """The error without its frames: they hold the body, and a cycle around them would keep it until
+    the collector comes by."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def reply_to(error: Exception) -> Reply:
@@ -227,8 +235,9 @@ class RequestConnection(TrioASGIHTTPConnection):
         try:
             return await handler()
         except Exception as error:
-            state.error = error
-            return reply_to(error)
+            reply = reply_to(error)
+            state.error = bare(error)
+            return reply
 
     async def _by_quart(self, state: RequestState) -> Reply:
         request = self._quarts_request()

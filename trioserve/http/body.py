@@ -23,7 +23,7 @@ class RequestBody:
     def __init__(self, max_bytes: int, timeout_s: float = math.inf, announced: int = 0) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._pieces: list[bytes] = []
+        self._data: bytes | bytearray = b""
         self.num_bytes = 0
         self._too_large = announced > max_bytes
         self._complete = False
@@ -36,10 +36,14 @@ class RequestBody:
             return
         if self.num_bytes > self._max_bytes:
             self._too_large = True
-            self._pieces.clear()
+            self._data = b""
             self._tell()
-        else:
-            self._pieces.append(data)
+        elif not self._data:
+            self._data = data
+        elif isinstance(self._data, bytearray):
+            self._data += data
+        else:  # one block that grows: hundreds of pieces would leave the heap full of holes
+            self._data = bytearray(self._data + data)
 
     def end(self) -> None:
         """All of it was given."""
@@ -63,8 +67,8 @@ class RequestBody:
         """
         if self._too_large:
             raise RequestEntityTooLarge
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        data, self._data = self._data, b""
+        return bytes(data)
 
     async def read(self) -> bytes:
         """All of it, once. A checkpoint only if it has to be waited for. Cancellation loses
