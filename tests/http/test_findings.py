@@ -479,7 +479,8 @@ def test_f10_the_internals_are_there() -> None:
     from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
     from hypercorn.protocol.h11 import H11Protocol
     from hypercorn.trio.tcp_server import TCPServer
-    from quart_trio.asgi import TrioASGIHTTPConnection
+    from quart.asgi import ASGIHTTPConnection
+    from quart_trio import QuartTrio
 
     connection = h11.Connection(h11.SERVER)
     assert "_writer" in vars(connection)  # or chunks take the long way
@@ -498,10 +499,13 @@ def test_f10_the_internals_are_there() -> None:
         (H11Protocol, "_check_protocol"),
         (H11Protocol, "_create_stream"),
         (H11Protocol, "_close_stream"),
+        (H11Protocol, "_maybe_recycle"),
+        (H11Protocol, "stream_send"),
         (H11Protocol, "_send_error_response"),
         (TCPServer, "_read_data"),
         (TCPServer, "protocol_send"),
-        (TrioASGIHTTPConnection, "handle_messages"),
-        (TrioASGIHTTPConnection, "handle_request"),
+        (ASGIHTTPConnection, "_create_request_from_scope"),
+        (QuartTrio, "handle_user_exception"),
+        (QuartTrio, "full_dispatch_request"),
     ]:
         assert name in vars(owner), f"{owner.__name__}.{name} is gone; revisit trioserve.http"

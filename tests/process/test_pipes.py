@@ -36,6 +36,11 @@ def close(pipe: ReadPipe | WritePipe) -> None:
     pipe._pipe.close()
 
 
+async def write_to_closed(writer: WritePipe) -> None:
+    with pytest.raises(trio.ClosedResourceError):
+        await writer.send_all(bytes(FULL))
+
+
 async def test_bytes_come_as_they_are_and_then_the_end(ends: tuple[int, int]) -> None:
     reader, writer = ReadPipe(ends[0]), WritePipe(ends[1])
     await writer.send_all(b"one")
@@ -111,28 +116,20 @@ async def test_closed_it_says_so_before_and_meanwhile(ends: tuple[int, int]) -> 
         with pytest.raises(trio.ClosedResourceError):
             await reader.receive_some(10)
 
-    async def write() -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await writer.send_all(bytes(FULL))
-
     async with trio.open_nursery() as nursery:
         nursery.start_soon(read)
         await wait_all_tasks_blocked()
         close(reader)
     await read()
     await writer.aclose()
-    await write()
+    await write_to_closed(writer)
 
 
 async def test_closed_while_it_is_full_it_says_so(ends: tuple[int, int]) -> None:
     writer = WritePipe(ends[1])
 
-    async def write() -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await writer.send_all(bytes(FULL))
-
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(write)
+        nursery.start_soon(write_to_closed, writer)
         await wait_all_tasks_blocked()
         close(writer)
 

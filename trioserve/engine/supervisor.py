@@ -6,7 +6,7 @@
     └ supervise                    one incarnation at a time
       ├ prepare                    resolve, fetch, inspect, once, beside the first worker's imports
       └ open_worker                Hello; on leaving, the kill ladder
-        └ incarnation nursery      pipe writer · pipe reader · watchdog · engine task
+        └ incarnation nursery      pipe writer · watchdog · engine task, which reads
 """
 
 from __future__ import annotations
