@@ -4,7 +4,8 @@ At batch 1 a step reads each weight once and computes little; with an operator a
 between take longer than that, and every one of them finds its code pushed out of the cache by the
 weights. Here the threads go through the layers together, with a barrier between the phases of a
 layer. Where not all tokens' logits are wanted they leave after the last layer's attention: what
-follows concerns only those tokens.
+follows concerns only those tokens. Products and attention are kernels of their own, called by their
+addresses: compiled into this one too they would take twice as long to compile.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from attrs import frozen
 from torch import Tensor
 
 from trioserve.kernels.cpu import paged_attention, panel_product, simd
-from trioserve.kernels.cpu.paged_attention import PagedAttention, attend_share
+from trioserve.kernels.cpu.paged_attention import PagedAttention
 from trioserve.kernels.cpu.panel_product import (
     Panels,
-    product_share,
     record_bytes,
     scratch_bytes,
     split_bytes,
@@ -33,6 +33,7 @@ from trioserve.kernels.cpu.runtime import (
     Kernel,
     Team,
     aligned_bytes,
+    call_kernel,
     team_barrier,
     team_size,
     thread_index,
@@ -45,22 +46,21 @@ OWN_FIELDS = 9  # the first of attention's parameters, up to ``values``: a layer
 _FIELDS = (
     *("hidden", "normed", "heads", "gate_up", "gated", "rotations", "norms"),
     *("rows", "width", "inner", "rotated_heads", "heads_stride", "head_dim"),
-    *("layers", "linears", "attentions", "whole"),
+    *("layers", "linears", "attentions", "whole", "product", "attend"),
 )
 
 
 class Params(ctypes.Structure):
     """Addresses of float32; ``norms`` is int64 [layers, 2] of addresses, ``linears`` and
     ``attentions`` hold [layers, 4] and [layers] of the kernels' own parameters; ``whole`` says not
-    to leave before the last layer's end."""
+    to leave before the last layer's end; ``product`` and ``attend`` are where the kernels are."""
 
     _fields_ = [*((name, ctypes.c_int64) for name in _FIELDS), ("eps", ctypes.c_double)]
 
 
 _LINEAR = np.dtype(panel_product.Params)
 _ATTENTION = np.dtype(paged_attention.Params)
-_linears = simd.records(_LINEAR)
-_attentions = simd.records(_ATTENTION)
+LINEAR_BYTES, ATTENTION_BYTES = _LINEAR.itemsize, _ATTENTION.itemsize
 
 
 @frozen(kw_only=True)
@@ -194,34 +194,46 @@ def decoder(params):
     thread, threads = thread_index(), max(1, team_size())
     first, last = p.rows * thread // threads, p.rows * (thread + 1) // threads
     norms = numba.carray(simd.int64s(p.norms), (p.layers, 2))
-    linears = numba.carray(_linears(p.linears), (p.layers, 4))
-    attentions = numba.carray(_attentions(p.attentions), p.layers)
     for layer in range(p.layers):
+        linears = p.linears + layer * 4 * LINEAR_BYTES
         _norm(p, norms[layer, 0], first, last)
         team_barrier()
-        product_share(linears[layer, QKV], thread)
+        call_kernel(p.product, linears + QKV * LINEAR_BYTES)
         team_barrier()
         _rotate(p, first, last)
         team_barrier()
-        attend_share(attentions[layer], thread)
+        call_kernel(p.attend, p.attentions + layer * ATTENTION_BYTES)
         if layer == p.layers - 1 and p.whole == 0:
             break
         team_barrier()
-        product_share(linears[layer, OUTPUT], thread)
+        call_kernel(p.product, linears + OUTPUT * LINEAR_BYTES)
         team_barrier()
         _norm(p, norms[layer, 1], first, last)
         team_barrier()
-        product_share(linears[layer, GATE_UP], thread)
+        call_kernel(p.product, linears + GATE_UP * LINEAR_BYTES)
         team_barrier()
         _gate(p, thread, threads)
         team_barrier()
-        product_share(linears[layer, DOWN], thread)
+        call_kernel(p.product, linears + DOWN * LINEAR_BYTES)
         team_barrier()
 
 
-def compile_decoder(team: Team) -> Kernel:
-    """The kernel, before there are weights. Raises what numba raises where it does not work."""
-    return team.compile(decoder, Params)
+@frozen(kw_only=True)
+class DecoderKernels:
+    """The kernel of the layers and those that it calls."""
+
+    layers: Kernel
+    product: Kernel
+    attend: Kernel
+
+
+def compile_decoder(team: Team) -> DecoderKernels:
+    """The kernels, before there are weights. Raises what numba raises where it does not work."""
+    return DecoderKernels(
+        layers=team.compile(decoder, Params),
+        product=team.compile(panel_product.panel_product, panel_product.Params),
+        attend=team.compile(paged_attention.attend, paged_attention.Params),
+    )
 
 
 class Decoder:
@@ -229,7 +241,7 @@ class Decoder:
 
     Args:
         team: runs the kernel.
-        kernel: of ``compile_decoder``.
+        kernels: of ``compile_decoder``.
         layers: the weights.
         attention: prepared for each step before the call.
         eps: of the norms.
@@ -238,12 +250,12 @@ class Decoder:
     def __init__(
         self,
         team: Team,
-        kernel: Kernel,
+        kernels: DecoderKernels,
         layers: list[DecoderLayer],
         attention: PagedAttention,
         eps: float,
     ) -> None:
-        self._kernel = kernel
+        self._kernels = kernels  # they own their machine code
         self._layers = layers
         self._attention = attention
         self._threads, self._exact, self._tiles = team.threads, team.exact, team.tiles
@@ -259,6 +271,7 @@ class Decoder:
         p.rotated_heads = q_heads + attention.kv_heads
         p.heads_stride, p.head_dim = self._heads_width, attention.head_dim
         p.layers = len(layers)
+        p.product, p.attend = kernels.product.address, kernels.attend.address
         self._norms = np.array(
             [[layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()] for layer in layers],
             np.int64,
@@ -321,7 +334,7 @@ class Decoder:
         linears["out"][:, OUTPUT] = linears["out"][:, DOWN] = hidden.data_ptr()
         self._set_attention(caches)
         self._counters[:, :, 0] = 0
-        self._kernel(p)
+        self._kernels.layers(p)
         return self._mixed[:rows]
 
     def _set_weights(self) -> None:

@@ -78,6 +78,7 @@ class Team:
         self._cache = cache
         self.num_compiled = 0
         self.num_loaded = 0
+        self._kernels: dict[Callable, Kernel] = {}
         prototype = ctypes.CFUNCTYPE(
             None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
         )
@@ -89,11 +90,16 @@ class Team:
                 llvm.add_symbol(name, ctypes.cast(_single_thread, ctypes.c_void_p).value)
 
     def compile(self, function: Callable, params: type[ctypes.Structure]) -> Kernel:
-        """Compile ``function(pointer to params)``, or load it as compiled before.
+        """Compile ``function(pointer to params)``, or load it as compiled before; once a team.
 
         Raises:
             Exception: whatever numba raises where it does not work on this machine.
         """
+        if function not in self._kernels:
+            self._kernels[function] = self._compile(function, params)
+        return self._kernels[function]
+
+    def _compile(self, function: Callable, params: type[ctypes.Structure]) -> Kernel:
         options = {"fastmath": FASTMATH, "error_model": "numpy"}
         signature = types.void(types.CPointer(numba.from_dtype(np.dtype(params))))
         if self._cache is not None:
@@ -183,6 +189,20 @@ def team_barrier(typing_context):
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def call_kernel(typing_context, kernel, params):
+    """Call another kernel, from within one: its address and that of its parameters."""
+
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        function_type = ir.FunctionType(ir.VoidType(), [pointer])
+        function = builder.inttoptr(args[0], function_type.as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], pointer)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
 
 
 @intrinsic

@@ -7,7 +7,6 @@ sums in registers. Addresses are plain integers: the callers do their own arithm
 from __future__ import annotations
 
 import llvmlite.binding as llvm
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -283,17 +282,3 @@ def int64s(typing_context, address):
         return builder.inttoptr(args[0], I64.as_pointer())
 
     return types.CPointer(types.int64)(types.intp), codegen
-
-
-def records(dtype):
-    """An intrinsic like ``floats`` for records of a numpy type."""
-    pointer = types.CPointer(numba.from_dtype(dtype))
-
-    @intrinsic
-    def as_records(typing_context, address):
-        def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-        return pointer(types.intp), codegen
-
-    return as_records

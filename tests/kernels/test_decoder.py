@@ -8,10 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder, reference
+from trioserve.kernels.cpu.decoder import (
+    Decoder,
+    DecoderKernels,
+    DecoderLayer,
+    compile_decoder,
+    reference,
+)
 from trioserve.kernels.cpu.paged_attention import PagedAttention
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
-from trioserve.kernels.cpu.runtime import Kernel
 
 HEADS, KV_HEADS, DIM, WIDTH, INNER, LAYERS = 6, 2, 8, 48, 520, 3
 
@@ -22,7 +27,7 @@ def products(team) -> PanelProduct:
 
 
 @pytest.fixture(scope="module")
-def kernel(team) -> Kernel:
+def kernel(team) -> DecoderKernels:
     return compile_decoder(team)
 
 

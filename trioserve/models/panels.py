@@ -18,9 +18,9 @@ from torch import Tensor
 from trioserve.errors import ModelError
 from trioserve.kernels.cpu.best import FirstBest
 from trioserve.kernels.cpu.codes import Blocks
-from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder
+from trioserve.kernels.cpu.decoder import Decoder, DecoderKernels, DecoderLayer, compile_decoder
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
-from trioserve.kernels.cpu.runtime import Kernel, Team
+from trioserve.kernels.cpu.runtime import Team
 from trioserve.models.attention import BatchContext, NumbaAttention
 from trioserve.models.layers import RMSNorm, Rotary, silu_mul
 from trioserve.models.linear import Layout
@@ -54,7 +54,7 @@ class PanelKernels:
     """The compiled kernels. Raises whatever numba raises where it does not work."""
 
     product: PanelProduct
-    decoder: Kernel
+    decoder: DecoderKernels
     best: FirstBest
 
     @classmethod
