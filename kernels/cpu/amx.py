@@ -15,16 +15,14 @@ lines of a matrix lie in few places of the cache, and stopping to store them too
 from __future__ import annotations
 
 import ctypes
-import platform
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from trioserve.kernels.cpu import blocks, simd
+from trioserve.kernels.cpu import blocks, processor, simd
 from trioserve.kernels.cpu.blocks import Q4_BYTES, Q8_BYTES
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8
 from trioserve.kernels.cpu.runtime import FASTMATH
@@ -43,12 +41,10 @@ _LINE, _HALF_LINE = ir.VectorType(simd.F32, COLUMNS), ir.VectorType(simd.I32, CO
 _WORDS = ir.VectorType(simd.I32, COLUMNS)
 
 
-_features = llvm.get_host_cpu_features()
-PRESENT = bool(
-    platform.machine() == "x86_64"
+PRESENT = (
+    processor.MACHINE == "x86_64"
     and simd.PANEL == COLUMNS
-    and _features.get("amx-tile")
-    and _features.get("amx-bf16")
+    and processor.has("amx-tile", "amx-bf16")
 )
 
 

@@ -1,23 +1,21 @@
-"""Few rows times codes of 8 or 4 bits, in whole numbers on the processor's byte products (VNNI).
+"""Few rows times codes of 8 or 4 bits, in whole numbers on the processor's byte products: VNNI of
+AVX-512, or NEON's dot products.
 
 A row of x is cut into blocks like the weights. Each value becomes an integer of 24 bits with sign
-times the block's own scale, written as DIGITS bytes; one instruction multiplies 64 of them with 64
-codes and adds them up by fours. These sums are exact. All that is rounded is x, to 2^-24 of the
-largest value of its block, so a product is as good as one in float32, and reading the weights is
-all that takes time.
+times the block's own scale, written as DIGITS bytes; one instruction multiplies a register of them
+with one of codes and adds them up by fours. These sums are exact. All that is rounded is x, to
+2^-24 of the largest value of its block, so a product is as good as one in float32, and reading the
+weights is all that takes time.
 """
 
 from __future__ import annotations
 
-import platform
-
-import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from trioserve.kernels.cpu import blocks, simd
+from trioserve.kernels.cpu import blocks, processor, simd
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8
 from trioserve.kernels.cpu.runtime import FASTMATH
 
@@ -26,20 +24,21 @@ LIMIT = 127 << 16  # of an integer: rounding may go beyond it, three digits reac
 RECORD = 128  # bytes of a block of x: digits int8 [3, 32], scale, sum, and a start for each digit
 _SCALE, _SUM, _STARTS = DIGITS * BLOCK, DIGITS * BLOCK + 4, DIGITS * BLOCK + 8
 _SMALLEST = 1e-30  # below it a block counts as zeros; its inverse would not be finite
-HALF_PANEL = 16  # outputs in a register
 _PIECE = 4 * blocks.PANEL  # bytes of codes that are put in order at once: four lines
-_I8 = ir.IntType(8)
-_BYTES, _WORDS = ir.VectorType(_I8, 64), ir.VectorType(simd.I32, 16)
-_LINE = ir.VectorType(simd.F32, 16)
-_X = ir.VectorType(simd.F32, BLOCK)
 
-_features = llvm.get_host_cpu_features()
-PRESENT = bool(
-    platform.machine() == "x86_64"
-    and blocks.PANEL == 2 * HALF_PANEL
-    and _features.get("avx512vnni")
-    and _features.get("avx512vbmi")
+VNNI = (
+    processor.MACHINE == "x86_64"
+    and blocks.PANEL == 32
+    and processor.has("avx512vnni", "avx512vbmi")
 )
+NEON = processor.MACHINE == "aarch64" and blocks.PANEL == 16 and processor.has("dotprod")
+PRESENT = VNNI or NEON
+LANES = 4 if NEON else 16  # outputs in a register
+REGISTERS = blocks.PANEL // LANES  # of a panel's outputs
+_I8 = ir.IntType(8)
+_BYTES, _WORDS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(simd.I32, LANES)
+_LINE = ir.VectorType(simd.F32, LANES)
+_X = ir.VectorType(simd.F32, BLOCK)
 
 
 def _pointer(builder, address, kind):
@@ -60,7 +59,14 @@ def _broadcast(builder, address, kind):
 
 
 def _products(builder, total, codes, digits):
-    """total + the sums by fours of codes (bytes without sign) times digits (with sign)."""
+    """total + the sums by fours of codes times digits, bytes with sign; VNNI takes codes without.
+
+    Args: int32 [LANES], bytes [4 * LANES], and as many bytes as int32 [LANES].
+    """
+    if NEON:
+        name, digits = "llvm.aarch64.neon.sdot.v4i32.v16i8", builder.bitcast(digits, _BYTES)
+        return simd.call(builder, name, _WORDS, total, codes, digits)
+    codes = builder.bitcast(codes, _WORDS)
     return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, total, codes, digits)
 
 
@@ -69,15 +75,29 @@ def _products(builder, total, codes, digits):
 
 def _to_integers(builder, values):
     """float32 [32] to the nearest int32. LLVM's own conversion leaves open what a NaN gives."""
+    parts = []
+    for first in range(0, BLOCK, LANES):
+        lanes = ir.Constant(_WORDS, list(range(first, first + LANES)))
+        parts.append(_to_words(builder, builder.shuffle_vector(values, values, lanes)))
+    while len(parts) > 1:
+        parts = [_joined(builder, *pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _to_words(builder, values):
+    """The same of float32 [LANES]."""
+    if NEON:
+        return simd.call(builder, "llvm.aarch64.neon.fcvtns.v4i32.v4f32", _WORDS, values)
     name, mask = "llvm.x86.avx512.mask.cvtps2dq.512", ir.Constant(ir.IntType(16), -1)
     rounding = ir.Constant(simd.I32, 4)
-    halves = []
-    for first in (0, 16):
-        lanes = ir.Constant(_WORDS, list(range(first, first + 16)))
-        part = builder.shuffle_vector(values, values, lanes)
-        halves.append(simd.call(builder, name, _WORDS, part, _filled(_WORDS, 0), mask, rounding))
-    lanes = ir.Constant(ir.VectorType(simd.I32, BLOCK), list(range(BLOCK)))
-    return builder.shuffle_vector(*halves, lanes)
+    return simd.call(builder, name, _WORDS, values, _filled(_WORDS, 0), mask, rounding)
+
+
+def _joined(builder, first, second):
+    """Two vectors as one."""
+    count = 2 * first.type.count
+    lanes = ir.Constant(ir.VectorType(simd.I32, count), list(range(count)))
+    return builder.shuffle_vector(first, second, lanes)
 
 
 def _write_block(bits: int):
@@ -122,7 +142,7 @@ def _emit_record(builder, bits, source, record):
         low = builder.trunc(rest, ir.VectorType(_I8, BLOCK))
         store(low, digit * BLOCK)
         low = builder.sext(low, wide)
-        if bits == Q8:  # codes get 128 added to lose their sign; this takes it off again
+        if bits == Q8 and VNNI:  # codes get 128 added to lose their sign; this takes it off again
             start = simd.call(builder, "llvm.vector.reduce.add.v32i32", simd.I32, low)
             store(builder.mul(start, ir.Constant(simd.I32, -128)), _STARTS + digit * 4)
         rest = builder.ashr(builder.sub(rest, low), _filled(wide, 8))
@@ -177,101 +197,122 @@ def _emit_tile(builder, rows, bits, records, panel, c, ldc, lines, accumulate):
             simd.prefetch(builder, _at(builder, base, simd.AHEAD + offset))
         first = builder.add(records, builder.mul(line, index(RECORD)))
         places = [builder.add(first, builder.mul(stride, index(row))) for row in range(rows)]
-        sums = {}
-        for row in range(rows):
-            for digit in range(DIGITS):
-                start = _filled(_WORDS, 0)
-                if bits == Q8:
-                    start = _broadcast(
-                        builder, _at(builder, places[row], _STARTS + digit * 4), _WORDS
-                    )
-                sums[row, digit] = [start, start]
-        for inputs, halves in _codes(builder, _at(builder, base, head), bits):
-            for (row, digit), pair in sums.items():
-                place = _at(builder, places[row], digit * BLOCK + inputs)
-                factor = _broadcast(builder, place, _WORDS)
-                sums[row, digit] = [
-                    _products(builder, total, codes, factor)
-                    for total, codes in zip(pair, halves, strict=True)
-                ]
+        sums = _emit_sums(builder, bits, _at(builder, base, head), places)
+        of_rows = [totals[at : at + REGISTERS] for at in range(0, len(totals), REGISTERS)]
         return [
-            _add_block(builder, base, places[row], bits, half, sums, row, totals[2 * row + half])
-            for row in range(rows)
-            for half in range(2)
+            _add_block(builder, base, place, bits, register, digits, total)
+            for place, row, before in zip(places, sums, of_rows, strict=True)
+            for register, (digits, total) in enumerate(zip(row, before, strict=True))
         ]
 
-    zeros = [_filled(_LINE, 0.0)] * (2 * rows)
+    zeros = [_filled(_LINE, 0.0)] * (REGISTERS * rows)
     totals = simd._emit_loop(builder, index(0), lines, 1, zeros, block)
     ldc = builder.mul(ldc, index(4))
     targets = []
     for row in range(rows):
         place = builder.add(c, builder.mul(ldc, index(row)))
-        targets += [_pointer(builder, _at(builder, place, half * 64), _LINE) for half in range(2)]
+        targets += [
+            _pointer(builder, _at(builder, place, register * LANES * 4), _LINE)
+            for register in range(REGISTERS)
+        ]
     simd._emit_store(builder, targets, totals, accumulate)
 
 
+def _emit_sums(builder, bits, codes, places):
+    """A block's sums of codes times digits: for each row and register a list of int32 [LANES], one
+    for each digit. ``codes`` and ``places`` are where the block's codes and each row's record lie.
+    """
+    rows = []
+    for place in places:
+        starts = [_filled(_WORDS, 0)] * DIGITS
+        if bits == Q8 and VNNI:
+            starts = [
+                _broadcast(builder, _at(builder, place, _STARTS + digit * 4), _WORDS)
+                for digit in range(DIGITS)
+            ]
+        rows.append([list(starts) for _ in range(REGISTERS)])
+    for inputs, lines in _codes(builder, codes, bits):
+        for place, sums in zip(places, rows, strict=True):
+            for digit in range(DIGITS):
+                factor = _broadcast(builder, _at(builder, place, digit * BLOCK + inputs), _WORDS)
+                for line, total in zip(lines, sums, strict=True):
+                    total[digit] = _products(builder, total[digit], line, factor)
+    return rows
+
+
 def _codes(builder, codes, bits):
-    """A block's codes as bytes without sign, four inputs of an output side by side: pairs of (first
-    of the four inputs, the panel's two halves)."""
-    lanes = [[k * 32 + half * 16 + o for o in range(16) for k in range(4)] for half in range(2)]
+    """A block's codes as bytes, four inputs of an output side by side: pairs of (first of the four
+    inputs, the registers of the panel's outputs)."""
     for piece in range(8 if bits == Q8 else 4):
-        lines = [
-            builder.load(
-                _pointer(builder, _at(builder, codes, piece * _PIECE + part * 64), _BYTES), align=1
-            )
-            for part in range(2)
-        ]
-        halves = []
-        for half in range(2):
-            mask = ir.Constant(ir.VectorType(simd.I32, 64), lanes[half])
-            halves.append(builder.bitcast(builder.shuffle_vector(*lines, mask), _WORDS))
+        lines = _by_fours(builder, _at(builder, codes, piece * _PIECE))
         if bits == Q8:
-            flip = _filled(_WORDS, 0x80808080 - (1 << 32))
-            yield 4 * piece, [builder.xor(half, flip) for half in halves]
+            if VNNI:
+                lines = [builder.xor(line, _filled(_BYTES, -128)) for line in lines]
+            yield 4 * piece, lines
             continue
-        mask, four = _filled(_WORDS, 0x0F0F0F0F), _filled(_WORDS, 4)
-        yield 4 * piece, [builder.and_(half, mask) for half in halves]
-        yield (
-            BLOCK // 2 + 4 * piece,
-            [builder.and_(builder.lshr(half, four), mask) for half in halves],
-        )
+        mask, four = _filled(_BYTES, 15), _filled(_BYTES, 4)
+        yield 4 * piece, [builder.and_(line, mask) for line in lines]
+        yield BLOCK // 2 + 4 * piece, [builder.lshr(line, four) for line in lines]
 
 
-def _add_block(builder, base, place, bits, half, sums, row, total):
-    """total + the block's outcome for one row and half of the panel; the same for any number of
-    rows, because nothing is left to the compiler to join or not."""
+def _by_fours(builder, address):
+    """Four lines of a panel, output by output: REGISTERS vectors of bytes [4 * LANES]."""
+
+    def shuffle(first, second, order):
+        mask = ir.Constant(ir.VectorType(simd.I32, 4 * LANES), order)
+        return builder.shuffle_vector(first, second, mask)
+
+    step = 4 * LANES
+    lines = [
+        builder.load(_pointer(builder, _at(builder, address, offset), _BYTES), align=1)
+        for offset in range(0, _PIECE, step)
+    ]
+    if VNNI:  # two lines in a register
+        orders = [[k * 32 + start + o for o in range(16) for k in range(4)] for start in (0, 16)]
+        return [shuffle(*lines, order) for order in orders]
+    halves = [[half * 8 + i // 2 + i % 2 * 16 for i in range(16)] for half in range(2)]
+    even, odd = ([shuffle(*lines[k::2], half) for half in halves] for k in range(2))
+    return [shuffle(*pair, half) for pair in zip(even, odd, strict=True) for half in halves]
+
+
+def _add_block(builder, base, place, bits, register, sums, total):
+    """total + the block's outcome for one row and some outputs; the same for any number of rows,
+    because nothing is left to the compiler to join or not."""
 
     def multiply_add(factor, value, addend):
-        return simd.call(builder, "llvm.fma.v16f32", _LINE, factor, value, addend)
+        return simd.call(builder, f"llvm.fma.v{LANES}f32", _LINE, factor, value, addend)
 
-    high, middle, low = (sums[row, digit][half] for digit in range(DIGITS))
+    high, middle, low = sums
     low = builder.add(builder.shl(middle, _filled(_WORDS, 8)), low)
     high, low = builder.sitofp(high, _LINE), builder.sitofp(low, _LINE)
     whole = multiply_add(high, _filled(_LINE, 65536.0), low)
-    scale = simd._load_line(builder, _at(builder, base, half * 32), _LINE, True)
+    offset = register * LANES * 2
+    scale = simd._load_line(builder, _at(builder, base, offset), _LINE, True)
     scale = builder.fmul(scale, _broadcast(builder, _at(builder, place, _SCALE), _LINE))
     total = multiply_add(whole, scale, total)
     if bits == Q4:
-        offset = blocks.PANEL * 2 + half * 32
+        offset += blocks.PANEL * 2
         minimum = simd._load_line(builder, _at(builder, base, offset), _LINE, True)
         weight = _broadcast(builder, _at(builder, place, _SUM), _LINE)
         total = multiply_add(weight, minimum, total)
     return total
 
 
-# Three rows are two and one: each of these costs half a second to compile.
-_q8_1, _q8_2, _q8_4 = (_tile(rows, Q8) for rows in (1, 2, 4))
-_q4_1, _q4_2, _q4_4 = (_tile(rows, Q4) for rows in (1, 2, 4))
+# Three rows are two and one: each of these costs half a second to compile. Four would leave NEON
+# without registers: more would be stored and loaded again than is computed.
+MOST = 2 if NEON else 4
+_q8_1, _q8_2, _q8_most = (_tile(rows, Q8) for rows in (1, 2, MOST))
+_q4_1, _q4_2, _q4_most = (_tile(rows, Q4) for rows in (1, 2, MOST))
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def q8_product(rows, records, panel, c, ldc, lines, accumulate):
     """C[rows, PANEL] (+)= rows of records · one panel."""
-    while rows >= 4:
-        _q8_4(records, panel, c, ldc, lines, accumulate)
-        rows -= 4
-        records += 4 * lines * RECORD
-        c += 4 * ldc * 4
+    while rows >= MOST:
+        _q8_most(records, panel, c, ldc, lines, accumulate)
+        rows -= MOST
+        records += MOST * lines * RECORD
+        c += MOST * ldc * 4
     if rows >= 2:
         _q8_2(records, panel, c, ldc, lines, accumulate)
         rows -= 2
@@ -284,11 +325,11 @@ def q8_product(rows, records, panel, c, ldc, lines, accumulate):
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def q4_product(rows, records, panel, c, ldc, lines, accumulate):
     """As ``q8_product``."""
-    while rows >= 4:
-        _q4_4(records, panel, c, ldc, lines, accumulate)
-        rows -= 4
-        records += 4 * lines * RECORD
-        c += 4 * ldc * 4
+    while rows >= MOST:
+        _q4_most(records, panel, c, ldc, lines, accumulate)
+        rows -= MOST
+        records += MOST * lines * RECORD
+        c += MOST * ldc * 4
     if rows >= 2:
         _q4_2(records, panel, c, ldc, lines, accumulate)
         rows -= 2

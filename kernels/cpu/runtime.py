@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ log = logging.getLogger("trioserve.kernels")
 # Not "nnan" nor "ninf": a row that overflows must show it, or the sampler cannot fail it alone.
 LINE = 64  # bytes of a cache line
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+_CALLED_BY_KERNELS = ("GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
 def cache_directory() -> Path | None:
@@ -69,7 +71,8 @@ class Team:
         byte_products: bool = True,
         rounded: bool = False,
     ) -> None:
-        address = _symbol_address("GOMP_parallel")
+        openmp = _openmp()
+        address = openmp.get("GOMP_parallel")
         self.threads = threads if address else 1
         self.exact = exact
         self.tiles = _tile_unit() if tiles and not exact else None
@@ -85,9 +88,9 @@ class Team:
         self._parallel = prototype(address) if address else None
         if cache is not None:
             numba.config.CACHE_DIR = str(cache)
-        if not address:  # the kernels' own calls still have to be linked
-            for name in ("GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads"):
-                llvm.add_symbol(name, ctypes.cast(_single_thread, ctypes.c_void_p).value)
+        alone = ctypes.cast(_single_thread, ctypes.c_void_p).value
+        for name in _CALLED_BY_KERNELS:  # without OpenMP too they have to be linked
+            llvm.add_symbol(name, openmp.get(name, alone))
 
     def compile(self, function: Callable, params: type[ctypes.Structure]) -> Kernel:
         """Compile ``function(pointer to params)``, or load it as compiled before; once a team.
@@ -241,11 +244,23 @@ def _has_byte_products() -> bool:
     return digits.PRESENT
 
 
-def _symbol_address(name):
-    """Where the process has a function, or None. LLVM's own look-up sees nothing before numba has
-    compiled its first function."""
-    function = getattr(ctypes.CDLL(None), name, None)
-    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+def _openmp() -> dict[str, int]:
+    """Addresses of the functions of the OpenMP library that the process has loaded, if it has.
+
+    torch's wheels for x86-64 make it known to all; those for aarch64 leave it to torch alone, so it
+    is asked for through torch's own library. LLVM's own look-up would see nothing before numba has
+    compiled its first function.
+    """
+    for library in (None, "libtorch_cpu.so"):
+        try:
+            functions = ctypes.CDLL(library, mode=os.RTLD_NOLOAD)
+            return {
+                name: ctypes.cast(getattr(functions, name), ctypes.c_void_p).value
+                for name in ("GOMP_parallel", *_CALLED_BY_KERNELS)
+            }
+        except (OSError, AttributeError):  # not loaded; no such function
+            continue
+    return {}
 
 
 def _declare(builder, name, function_type):

@@ -6,17 +6,17 @@ sums in registers. Addresses are plain integers: the callers do their own arithm
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from trioserve.kernels.cpu import processor
 
 F32 = ir.FloatType()
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 
-
-AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
+AVX512 = processor.has("avx512f")
 
 
 def _tile(rows: int, width: int, unroll: int, *, half: bool = False):

@@ -235,6 +235,10 @@ def test_features(machine: Machine) -> None:
     assert cpu.detect(AUTO, machine.root).features == ("avx2", "fma", "f16c")
     machine.write("proc/cpuinfo", "processor: 0\nFeatures : fp asimd")
     assert cpu.detect(AUTO, machine.root).features == ("asimd",)
+    arm = "fp asimd evtstrm fphp asimdhp asimddp sve i8mm bf16"
+    machine.write("proc/cpuinfo", f"processor: 0\nFeatures : {arm}")
+    known = ("asimd", "asimddp", "fphp", "i8mm", "bf16", "sve")
+    assert cpu.detect(AUTO, machine.root).features == known
     machine.write("proc/cpuinfo", "nothing known")
     assert "no vector extensions known" in cpu.detect(AUTO, machine.root).describe()
 

@@ -17,9 +17,10 @@ from trioserve.config.schema import Config
 
 FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512vbmi", "avx512_vnni", "amx_tile", "amx_bf16"),
-    *("asimd", "sve"),
+    *("asimd", "asimddp", "fphp", "i8mm", "bf16", "sve"),
 )
-"""Processor features that decide which kernels run, by their names in /proc/cpuinfo."""
+"""Processor features that the log names, by their names in /proc/cpuinfo: those that decide which
+kernels run, ours and torch's."""
 LEAVES_NONE = 8
 """Up to so many processors all compute: one of them is worth more there than what the front end
 takes. Beyond, the front end would hold up all the others whenever it takes one."""
