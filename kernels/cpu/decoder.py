@@ -255,7 +255,8 @@ class Decoder:
         attention: PagedAttention,
         eps: float,
     ) -> None:
-        self._kernels = kernels  # they own their machine code
+        self._kernel = kernels.layers
+        self._called = kernels  # they own their machine code
         self._layers = layers
         self._attention = attention
         self._threads, self._exact, self._tiles = team.threads, team.exact, team.tiles
@@ -334,7 +335,7 @@ class Decoder:
         linears["out"][:, OUTPUT] = linears["out"][:, DOWN] = hidden.data_ptr()
         self._set_attention(caches)
         self._counters[:, :, 0] = 0
-        self._kernels.layers(p)
+        self._kernel(p)
         return self._mixed[:rows]
 
     def _set_weights(self) -> None:

@@ -20,25 +20,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import llvmlite.binding as llvm
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from trioserve.kernels import cache
+from trioserve.kernels.cpu import compiler
 
 log = logging.getLogger("trioserve.kernels")
 
-# Not "nnan" nor "ninf": a row that overflows must show it, or the sampler cannot fail it alone.
 LINE = 64  # bytes of a cache line
-FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+FASTMATH = compiler.FASTMATH
 _CALLED_BY_KERNELS = ("GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-
-
-def cache_directory() -> Path | None:
-    """Where compiled kernels are kept, or None; see ``trioserve.kernels.cache``."""
-    return cache.cache_directory(f"{numba.__version__} {llvm.llvm_version_info}")
+cache_directory = cache.cache_directory
 
 
 class Team:
@@ -86,8 +81,6 @@ class Team:
             None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
         )
         self._parallel = prototype(address) if address else None
-        if cache is not None:
-            numba.config.CACHE_DIR = str(cache)
         alone = ctypes.cast(_single_thread, ctypes.c_void_p).value
         for name in _CALLED_BY_KERNELS:  # without OpenMP too they have to be linked
             llvm.add_symbol(name, openmp.get(name, alone))
@@ -103,19 +96,24 @@ class Team:
         return self._kernels[function]
 
     def _compile(self, function: Callable, params: type[ctypes.Structure]) -> Kernel:
-        options = {"fastmath": FASTMATH, "error_model": "numpy"}
-        signature = types.void(types.CPointer(numba.from_dtype(np.dtype(params))))
-        if self._cache is not None:
-            try:
-                compiled = numba.cfunc(signature, cache=True, **options)(function)
-            except Exception as error:
-                log.warning("kernel cache %s not used: %s", self._cache, error)
-            else:
-                self.num_loaded += compiled.cache_hits
-                self.num_compiled += 1 - compiled.cache_hits
-                return Kernel(self, compiled)
-        self.num_compiled += 1
-        return Kernel(self, numba.cfunc(signature, **options)(function))
+        digest = None if self._cache is None else compiler.digest(function, params)
+        if self._cache is None or digest is None:
+            self.num_compiled += 1
+            return self._kernel(compiler.compile_kernel(function, params))
+        path = cache.file_of(self._cache, function.__name__, digest)
+        code = cache.load(path)
+        if code is None:
+            with cache.turn(self._cache):
+                if (code := cache.load(path)) is None:
+                    self.num_compiled += 1
+                    code = compiler.compile_kernel(function, params)
+                    cache.store(path, code)
+                    return self._kernel(code)
+        self.num_loaded += 1
+        return self._kernel(code)
+
+    def _kernel(self, code: bytes) -> Kernel:
+        return Kernel(self, compiler.load_code(code))
 
     def describe(self) -> str:
         """For the log: where the kernels came from and what runs them."""
@@ -143,10 +141,10 @@ class Team:
 class Kernel:
     """A compiled kernel. ``call`` runs it on the calling thread, without the GIL."""
 
-    def __init__(self, team: Team, compiled: object) -> None:
+    def __init__(self, team: Team, code: compiler.Code) -> None:
         self.team = team
-        self._compiled = compiled  # owns the machine code
-        self.address: int = compiled.address
+        self._code = code  # owns what is at the address
+        self.address = code.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, params: ctypes.Structure, threads: int | None = None) -> None:

@@ -181,5 +181,5 @@ def test_fewer_threads_than_were_asked_for(make_batch, team, kernel):
     rotations = torch.ones(6, 1, DIM // 2, dtype=torch.complex64)
     hidden = random(6, WIDTH)
     expected = decoder(hidden.clone(), rotations, caches).clone()
-    decoder._kernel = lambda params: kernel(params, threads=1)
+    decoder._kernel = lambda params: kernel.layers(params, threads=1)
     torch.testing.assert_close(decoder(hidden.clone(), rotations, caches), expected)

@@ -6,14 +6,13 @@ import ctypes
 import logging
 import subprocess
 import sys
-from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
 
 from trioserve.errors import ModelError
-from trioserve.kernels.cpu import digits, runtime, simd
+from trioserve.kernels.cpu import digits, simd
 from trioserve.kernels.cpu.runtime import Team, next_unit, team_barrier, thread_index
 from trioserve.models.attention import KVCacheSpec, make_backend
 
@@ -67,26 +66,30 @@ def test_the_log_tells_of_byte_products_where_they_are_used():
     assert not Team(1, None, byte_products=False).byte_products
 
 
-def test_no_cache_where_nothing_can_be_written(monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert runtime.cache_directory() is None
-    assert "compiled kernels are not kept" in caplog.text
-
-
-def test_a_damaged_cache_is_passed_over(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = runtime.cache_directory()
-    first = Team(1, cache)
-    first.compile(count_off, Params)
+def test_a_damaged_cache_is_passed_over(tmp_path, caplog):
+    first = Team(1, tmp_path)
+    assert first.compile(count_off, Params) is first.compile(count_off, Params)
     assert (first.num_compiled, first.num_loaded) == (1, 0)
-    damaged = list(Path(cache).rglob("*.nb[ci]"))
-    assert damaged
-    for file in damaged:
-        file.write_bytes(file.read_bytes()[:40])
-    second = Team(1, cache)
-    second.compile(count_off, Params)
+    [damaged] = tmp_path.glob("*.kernel")
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    second, third = Team(1, tmp_path), Team(1, tmp_path)
+    kernel = second.compile(count_off, Params)
     assert (second.num_compiled, second.num_loaded) == (1, 0)
+    assert "damaged" in caplog.text
+    seen, counter = np.zeros(64 + 10, np.int64), np.zeros(1, np.int64)
+    kernel(Params(seen.ctypes.data, counter.ctypes.data, 10))
+    assert (seen[64:] == 1).all()
+    third.compile(count_off, Params)
+    assert (third.num_compiled, third.num_loaded) == (0, 1)
+
+
+def test_a_kernel_that_needs_numba_is_refused():
+    def allocates(params):
+        p = numba.carray(params, 1)[0]
+        p.seen = np.zeros(p.total)[0]
+
+    with pytest.raises(RuntimeError, match=r"kernel allocates calls .*NRT_"):
+        Team(1, None).compile(allocates, Params)
 
 
 START = """
@@ -142,7 +145,9 @@ def test_without_numba_torch_takes_over(monkeypatch, caplog):
         make_backend("numba", [SPEC], 16, 1)
 
 
-def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog):
+def test_a_compiler_that_fails_is_no_crash(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
     def fail(*args, **kwargs):
         raise RuntimeError("LLVM says no\nat length")
 

@@ -38,7 +38,7 @@ from trioserve.models.attention import (
     NumbaAttention,
     make_backend,
 )
-from trioserve.models.fusing import compile_kernels
+from trioserve.models.fusing import ATTENTION, LAYERS, compile_ahead, compile_kernels
 from trioserve.models.linear import Layout, choose_layout, choose_panels
 from trioserve.models.registry import load_model
 from trioserve.models.spec import ResolvedModel
@@ -121,8 +121,15 @@ class ModelRunner:
         self._processor = processor = cpu.detect(self._config)
         torch.set_num_threads(processor.threads)
         log.info("device: %s", processor.describe())
-        stage.progress(detail=f"{processor.describe()}; kernels, compiled once per machine")
+        stage.progress(detail=f"{processor.describe()}; kernels")
         started = time.monotonic()
+        in_panels = self._config.model.weights != "fp32" and processor.reads_float16
+        if self._config.kernels.attention != "torch":
+            compile_ahead(
+                ATTENTION + LAYERS if in_panels else ATTENTION,
+                processor.threads,
+                lambda text: stage.progress(detail=f"{processor.describe()}; {text}"),
+            )
         spec = self._spec
         layer = KVCacheSpec(
             num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
@@ -136,7 +143,7 @@ class ModelRunner:
             rounded=self._config.model.dtype == "bfloat16",
         )
         self.kv_bytes_per_token = attention.bytes_per_token
-        if self._config.model.weights != "fp32" and processor.reads_float16:
+        if in_panels:
             self._kernels = compile_kernels(attention)
         if self._kernels is not None:
             self._layout, reason = choose_panels(self._config.model.weights, self._resolved)
