@@ -24,11 +24,12 @@ import numba
 import numpy as np
 from attrs import frozen
 from numba import types
-from numba.core.codegen import JITCodeLibrary, get_host_cpu_features
+from numba.core.codegen import JITCodeLibrary
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 
 from trioserve.kernels import cache
+from trioserve.kernels.cpu import processor
 
 log = logging.getLogger("trioserve.kernels")
 
@@ -74,11 +75,11 @@ class Target:
 
     @staticmethod
     def current() -> Target:
-        name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+        name = numba.config.CPU_NAME
         return Target(
             triple=llvm.get_process_triple(),
             processor=llvm.get_host_cpu_name() if name is None else name,
-            features=get_host_cpu_features() if features is None else features,
+            features=processor.LISTED,
         )
 
     def machine(self) -> llvm.TargetMachine:
