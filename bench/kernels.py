@@ -7,13 +7,15 @@ blocks of 16 in shuffled order. Several layers' caches are gone through in turn 
 stay in the core's own cache. Prints one JSON object: microseconds a call, GB/s of keys and values
 read and GFLOP/s of useful products. ``prepare_us`` is once a step, not once a layer. ``products``
 are all projections of SmolLM2-135M by number of rows: panels (our kernel) and FBGEMM;
-``code_products`` the same over 4- and 8-bit codes, ``best_logits`` what a greedy row needs.
-``tile_peak_gflops`` is what the tile unit does with operands that it already has.
+``code_products`` the same over 4- and 8-bit codes, ``best_logits`` what a greedy row needs,
+``gate_values`` the activation of one row. ``tile_peak_gflops`` is what the tile unit does with
+operands that it already has.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import time
@@ -217,6 +219,37 @@ def best_logits(rows: int, threads: int, seconds: float) -> dict:
     }
 
 
+class GateParams(ctypes.Structure):
+    """Addresses of float32 [count] and how often."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("gate", "up", "out", "count", "rounds")]
+
+
+def gate_values(count: int, seconds: float) -> dict:
+    """silu(gate) * up on one thread, of values that stay in its nearest cache."""
+    import numba
+    import torch
+
+    from trioserve.kernels.cpu import silu
+    from trioserve.kernels.cpu.runtime import Team
+
+    def gated(params):
+        p = numba.carray(params, 1)[0]
+        for _ in range(p.rounds):
+            silu.silu_mul(p.gate, p.up, p.out, p.count)
+
+    kernel = Team(1).compile(gated, GateParams)
+    gate, up, out = (torch.randn(count) for _ in range(3))
+    params = GateParams(gate.data_ptr(), up.data_ptr(), out.data_ptr(), count, 1000)
+    spent = best(lambda: kernel(params), seconds) / params.rounds
+    return {
+        "values": count,
+        "ns": round(spent * 1e9, 1),
+        "values_per_ns": round(1e-9 * count / spent, 2),
+        "gb_per_s": round(12e-9 * count / spent, 1),
+    }
+
+
 def tile_peak(threads: int, seconds: float) -> float | None:
     """GFLOP/s of bfloat16 products without loads; None where there is no tile unit."""
     from trioserve.kernels.cpu import amx
@@ -267,6 +300,7 @@ def main() -> None:
         "products": step,
         "code_products": codes,
         "best_logits": logits,
+        "gate_values": gate_values(1536, arguments.seconds),
         "tile_peak_gflops": tile_peak(arguments.threads, arguments.seconds),
     }
     print(json.dumps(result, indent=1))

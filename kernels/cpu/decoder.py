@@ -20,7 +20,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from trioserve.kernels.cpu import paged_attention, panel_product, simd
+from trioserve.kernels.cpu import paged_attention, panel_product, silu, simd
 from trioserve.kernels.cpu.paged_attention import PagedAttention
 from trioserve.kernels.cpu.panel_product import (
     Panels,
@@ -179,13 +179,9 @@ def _gate(p, thread, threads):
     units = p.rows * pieces
     for unit in range(units * thread // threads, units * (thread + 1) // threads):
         row, column = unit // pieces, unit % pieces * COLUMNS
-        count = min(COLUMNS, inner - column)
-        start = p.gate_up + (row * 2 * inner + column) * 4
-        gate = numba.carray(simd.floats(start), count)
-        up = numba.carray(simd.floats(start + inner * 4), count)
-        out = numba.carray(simd.floats(p.gated + (row * inner + column) * 4), count)
-        for j in range(count):
-            out[j] = gate[j] * up[j] / (np.float32(1.0) + simd.exp_f32(-gate[j]))
+        gate = p.gate_up + (row * 2 * inner + column) * 4
+        out = p.gated + (row * inner + column) * 4
+        silu.silu_mul(gate, gate + inner * 4, out, min(COLUMNS, inner - column))
 
 
 def decoder(params):
