@@ -1,18 +1,17 @@
-"""All decoder layers of a Llama in one parallel region.
+"""A Llama from token ids to the last layer's outcome, in one parallel region.
 
 At batch 1 a step reads each weight once and computes little; with an operator at a time the calls
 between take longer than that, and every one of them finds its code pushed out of the cache by the
 weights. Here the threads go through the layers together, with a barrier between the phases of a
-layer. Where not all tokens' logits are wanted they leave after the last layer's attention: what
-follows concerns only those tokens. Products and attention are kernels of their own, called by their
-addresses: compiled into this one too they would take twice as long to compile.
+layer. After the last layer's attention only the tokens whose logits are wanted go on. Products and
+attention are kernels of their own, called by their addresses: compiled into this one too they would
+take twice as long to compile.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 
 import numba
 import numpy as np
@@ -21,6 +20,7 @@ from attrs import frozen
 from torch import Tensor
 
 from trioserve.kernels.cpu import paged_attention, panel_product, silu, simd
+from trioserve.kernels.cpu import rows as row_wise
 from trioserve.kernels.cpu.paged_attention import PagedAttention
 from trioserve.kernels.cpu.panel_product import (
     Panels,
@@ -44,16 +44,23 @@ QKV, OUTPUT, GATE_UP, DOWN = range(4)  # a layer's products
 OWN_FIELDS = 9  # the first of attention's parameters, up to ``values``: a layer's own
 
 _FIELDS = (
-    *("hidden", "normed", "heads", "gate_up", "gated", "rotations", "norms"),
-    *("rows", "width", "inner", "rotated_heads", "heads_stride", "head_dim"),
-    *("layers", "linears", "attentions", "whole", "product", "attend"),
+    *("token_ids", "positions", "embedding", "embedding_half", "vocab"),
+    *("rotations", "num_positions", "fault"),
+    *("hidden", "normed", "heads", "mixed", "gate_up", "gated", "norms"),
+    *("rows", "width", "mixed_width", "inner", "rotated_heads", "heads_stride", "head_dim"),
+    *("kept", "num_kept", "kept_hidden", "kept_mixed"),
+    *("layers", "linears", "attentions", "product", "attend"),
 )
 
 
 class Params(ctypes.Structure):
-    """Addresses of float32; ``norms`` is int64 [layers, 2] of addresses, ``linears`` and
-    ``attentions`` hold [layers, 4] and [layers] of the kernels' own parameters; ``whole`` says not
-    to leave before the last layer's end; ``product`` and ``attend`` are where the kernels are."""
+    """Addresses of float32 unless said otherwise. ``token_ids``, ``positions`` and ``kept``, the
+    tokens that are wanted, are int64; ``kept`` is 0 where all are. ``embedding`` is float16 with
+    ``embedding_half``; ``rotations`` float32 [num_positions, head_dim]. ``norms`` is int64
+    [layers, 2] of addresses, ``linears`` and ``attentions`` hold [layers + 1, 4] and [layers] of
+    the kernels' own parameters, the last four of ``linears`` for the tokens that are wanted.
+    ``fault`` is set where an id or a position is in no table; ``product`` and ``attend`` are where
+    the kernels are."""
 
     _fields_ = [*((name, ctypes.c_int64) for name in _FIELDS), ("eps", ctypes.c_double)]
 
@@ -93,8 +100,7 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
         heads: query heads, KV heads, head_dim.
         exact: whether weights are used as they are, or rounded to float16.
 
-    Returns: what the last layer began with [n, width], its attention [n, heads * head_dim], and its
-        outcome [n, width].
+    Returns: the last layer's outcome [n, width].
     """
     hidden = hidden.astype(np.float64)
 
@@ -127,56 +133,57 @@ def reference(hidden, rotations, layers, ends, heads, eps, exact=False):
                 for first, last in itertools.pairwise(ends)
             ]
         )
-        before = hidden
         hidden = hidden + product(mixed, layer, "output")
         gate, up = np.split(product(norm(layer["mlp_norm"]), layer, "gate_up"), 2, -1)
         hidden = hidden + product(gate / (1 + np.exp(-gate)) * up, layer, "down")
-    return before, mixed, hidden
+    return hidden
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _sum_of_squares(x, width):
-    total = np.float32(0.0)
-    for j in range(width):
-        total += x[j] * x[j]
-    return total
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _norm(p, weight_address, first, last):
-    """normed = RMS norm of hidden, rows [first, last)."""
-    weight = numba.carray(simd.floats(weight_address), p.width)
-    width = p.width
-    for row in range(first, last):
-        hidden = numba.carray(simd.floats(p.hidden + row * width * 4), width)
-        normed = numba.carray(simd.floats(p.normed + row * width * 4), width)
-        mean = _sum_of_squares(hidden, width) / width
-        factor = np.float32(1.0 / math.sqrt(mean + p.eps))
-        for j in range(width):
-            normed[j] = hidden[j] * factor * weight[j]
+def _embed(p, first, last):
+    """hidden of tokens [first, last) from the embedding. ``fault`` says that an id or a position
+    lies outside its table; the token counts as the first then."""
+    token_ids = numba.carray(simd.int64s(p.token_ids), p.rows)
+    positions = numba.carray(simd.int64s(p.positions), p.rows)
+    for token in range(first, last):
+        id = token_ids[token]
+        if id < 0 or id >= p.vocab or positions[token] < 0 or positions[token] >= p.num_positions:
+            p.fault = 1
+            id = 0
+        target = p.hidden + token * p.width * 4
+        row_wise.embed(p.embedding, p.embedding_half, id, p.width, target)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def _rotate(p, first, last):
-    """Turn the q and k heads of tokens [first, last), pair by pair."""
-    dim = p.head_dim
+    """Turn the q and k heads of tokens [first, last)."""
+    positions = numba.carray(simd.int64s(p.positions), p.rows)
     for token in range(first, last):
-        turn = numba.carray(simd.floats(p.rotations + token * dim * 4), dim)
-        for head in range(p.rotated_heads):
-            place = p.heads + (token * p.heads_stride + head * dim) * 4
-            x = numba.carray(simd.floats(place), dim)
-            for i in range(dim // 2):
-                real, imaginary = x[2 * i], x[2 * i + 1]
-                x[2 * i] = real * turn[2 * i] - imaginary * turn[2 * i + 1]
-                x[2 * i + 1] = real * turn[2 * i + 1] + imaginary * turn[2 * i]
+        position = min(max(positions[token], 0), p.num_positions - 1)
+        turn = p.rotations + position * p.head_dim * 4
+        heads = p.heads + token * p.heads_stride * 4
+        row_wise.rotate(heads, p.rotated_heads, p.head_dim, turn)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _gate(p, thread, threads):
+def _keep(p, first, last):
+    """Put the wanted tokens' rows, number [first, last) of them, together."""
+    kept = numba.carray(simd.int64s(p.kept), p.num_kept)
+    for row in range(first, last):
+        token = kept[row]
+        for source, target, width in (
+            (p.hidden, p.kept_hidden, p.width),
+            (p.mixed, p.kept_mixed, p.mixed_width),
+        ):
+            row_wise.copy(source + token * width * 4, target + row * width * 4, width)
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _gate(p, rows, thread, threads):
     """gated = silu(gate) * up, in pieces of COLUMNS."""
     inner = p.inner
     pieces = (inner + COLUMNS - 1) // COLUMNS
-    units = p.rows * pieces
+    units = rows * pieces
     for unit in range(units * thread // threads, units * (thread + 1) // threads):
         row, column = unit // pieces, unit % pieces * COLUMNS
         gate = p.gate_up + (row * 2 * inner + column) * 4
@@ -188,29 +195,38 @@ def decoder(params):
     """The kernel: one thread's way through all layers."""
     p = numba.carray(params, 1)[0]
     thread, threads = thread_index(), max(1, team_size())
-    first, last = p.rows * thread // threads, p.rows * (thread + 1) // threads
     norms = numba.carray(simd.int64s(p.norms), (p.layers, 2))
+    rows, hidden = p.rows, p.hidden
+    first, last = rows * thread // threads, rows * (thread + 1) // threads
+    _embed(p, first, last)
     for layer in range(p.layers):
-        linears = p.linears + layer * 4 * LINEAR_BYTES
-        _norm(p, norms[layer, 0], first, last)
+        lines = p.linears + layer * 4 * LINEAR_BYTES
+        row_wise.rms_norm(hidden, norms[layer, 0], p.eps, p.width, p.normed, first, last)
         team_barrier()
-        call_kernel(p.product, linears + QKV * LINEAR_BYTES)
+        call_kernel(p.product, lines + QKV * LINEAR_BYTES)
         team_barrier()
         _rotate(p, first, last)
         team_barrier()
         call_kernel(p.attend, p.attentions + layer * ATTENTION_BYTES)
-        if layer == p.layers - 1 and p.whole == 0:
-            break
+        if layer == p.layers - 1:  # the cache is written; only tokens that are wanted matter now
+            if p.num_kept == 0:
+                break
+            lines, rows = lines + 4 * LINEAR_BYTES, p.num_kept
+            first, last = rows * thread // threads, rows * (thread + 1) // threads
+            if p.kept != 0:
+                hidden = p.kept_hidden
+                team_barrier()
+                _keep(p, first, last)
         team_barrier()
-        call_kernel(p.product, linears + OUTPUT * LINEAR_BYTES)
+        call_kernel(p.product, lines + OUTPUT * LINEAR_BYTES)
         team_barrier()
-        _norm(p, norms[layer, 1], first, last)
+        row_wise.rms_norm(hidden, norms[layer, 1], p.eps, p.width, p.normed, first, last)
         team_barrier()
-        call_kernel(p.product, linears + GATE_UP * LINEAR_BYTES)
+        call_kernel(p.product, lines + GATE_UP * LINEAR_BYTES)
         team_barrier()
-        _gate(p, thread, threads)
+        _gate(p, rows, thread, threads)
         team_barrier()
-        call_kernel(p.product, linears + DOWN * LINEAR_BYTES)
+        call_kernel(p.product, lines + DOWN * LINEAR_BYTES)
         team_barrier()
 
 
@@ -238,6 +254,7 @@ class Decoder:
     Args:
         team: runs the kernel.
         kernels: of ``compile_decoder``.
+        embedding: float16 or float32 [vocab, width].
         layers: the weights.
         attention: prepared for each step before the call.
         eps: of the norms.
@@ -247,6 +264,7 @@ class Decoder:
         self,
         team: Team,
         kernels: DecoderKernels,
+        embedding: Tensor,
         layers: list[DecoderLayer],
         attention: PagedAttention,
         eps: float,
@@ -265,6 +283,10 @@ class Decoder:
         self._mixed_width = q_heads * attention.head_dim
         self._heads_width = self._mixed_width + 2 * attention.kv_heads * attention.head_dim
         p.width, p.inner, p.eps = self._width, self._inner, eps
+        p.mixed_width = self._mixed_width
+        self._embedding = embedding.contiguous()
+        p.embedding, p.vocab = self._embedding.data_ptr(), len(embedding)
+        p.embedding_half = embedding.dtype == torch.float16
         p.rotated_heads = q_heads + attention.kv_heads
         p.heads_stride, p.head_dim = self._heads_width, attention.head_dim
         p.layers = len(layers)
@@ -273,12 +295,12 @@ class Decoder:
             [[layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()] for layer in layers],
             np.int64,
         )
-        self._linears = np.zeros((len(layers), 4), _LINEAR)
+        self._linears = np.zeros((len(layers) + 1, 4), _LINEAR)
         self._attentions = np.zeros(len(layers), _ATTENTION)
         # Each product and each layer's attention counts its units on cache lines of its own.
-        self._counters = np.zeros((len(layers), 4 + 3, 8), np.int64)
+        self._counters = np.zeros((len(layers) + 1, 4 + 3, 8), np.int64)
         self._attention_counters = np.array(
-            [line[4].ctypes.data for line in self._counters], np.int64
+            [line[4].ctypes.data for line in self._counters[:-1]], np.int64
         )
         self._attention_params = np.frombuffer(attention.params, np.int64)
         self._caches: list[tuple[Tensor, Tensor]] | None = None
@@ -290,52 +312,72 @@ class Decoder:
 
     def __call__(
         self,
-        hidden: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
         rotations: Tensor,
         caches: list[tuple[Tensor, Tensor]],
-        *,
-        whole: bool = False,
+        wanted: Tensor,
     ) -> Tensor:
-        """Run the layers up to the last one's attention or, if ``whole``, to its end.
+        """Run all layers.
 
         Args:
-            hidden: float32 [n, width], contiguous; changed to what the last layer began with or, if
-                ``whole``, to its outcome.
-            rotations: complex64 [n, 1, head_dim / 2], contiguous.
+            token_ids, positions: int64 [n], contiguous.
+            rotations: complex64 [positions, head_dim / 2], contiguous: a table by position.
             caches: keys and values of each layer, made by ``attention.new_cache``.
+            wanted: int64 [r], contiguous: the tokens whose outcome is wanted.
 
         Returns:
-            float32 [n, heads * head_dim], the last layer's attention; valid until the next call.
+            float32 [r, width], the last layer's outcome; valid until the next call.
 
         Raises:
+            IndexError: a token id or a position lies in no table; the cache is written even so.
             ValueError: another shape, type or layout, or rows other than were prepared.
         """
         p = self._params
-        rows = hidden.shape[0]
+        rows, num_kept = token_ids.shape[0], wanted.shape[0]
+        self._check(token_ids, positions, rotations, caches, wanted)
+        if max(rows, num_kept) > self._capacity:
+            self._reserve(max(rows, num_kept))
+        p.token_ids, p.positions, p.rows = token_ids.data_ptr(), positions.data_ptr(), rows
+        p.rotations, p.num_positions = rotations.data_ptr(), rotations.shape[0]
+        whole = num_kept == rows and bool((wanted.numpy() == self._numbers[:rows]).all())
+        p.kept, p.num_kept, p.fault = 0 if whole else wanted.data_ptr(), num_kept, 0
+        self._line_rows[:-1] = rows
+        self._line_rows[-1] = num_kept
+        last = self._linears[-1]
+        last["x"][OUTPUT] = p.mixed if whole else p.kept_mixed
+        last["out"][OUTPUT] = last["out"][DOWN] = p.hidden if whole else p.kept_hidden
+        self._set_attention(caches)
+        self._counters[:, :, 0] = 0
+        self._kernel(p)
+        if p.fault:
+            raise IndexError("a token id or a position is out of range")
+        return (self._hidden if whole else self._kept_hidden)[:num_kept]
+
+    def _check(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rotations: Tensor,
+        caches: list[tuple[Tensor, Tensor]],
+        wanted: Tensor,
+    ) -> None:
+        rows, half = token_ids.shape[0], self._params.head_dim // 2
         for name, tensor, dtype, shape in (
-            ("hidden", hidden, torch.float32, (rows, self._width)),
-            ("rotations", rotations, torch.complex64, (rows, 1, p.head_dim // 2)),
+            ("token_ids", token_ids, torch.int64, (rows,)),
+            ("positions", positions, torch.int64, (rows,)),
+            ("wanted", wanted, torch.int64, (wanted.shape[0],)),
+            ("rotations", rotations, torch.complex64, (rotations.shape[0], half)),
         ):
             if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
                 raise ValueError(f"{name} must be {dtype} {list(shape)}, contiguous")
         if rows != self._attention.params.num_tokens:
             raise ValueError(f"{self._attention.params.num_tokens} tokens prepared, {rows} came")
-        if len(caches) != p.layers:
-            raise ValueError(f"{p.layers} caches are needed, {len(caches)} came")
-        if rows > self._capacity:
-            self._reserve(rows)
-        p.hidden, p.rotations, p.rows = hidden.data_ptr(), rotations.data_ptr(), rows
-        p.whole = whole
-        linears = self._linears
-        linears["rows"] = rows
-        linears["out"][:, OUTPUT] = linears["out"][:, DOWN] = hidden.data_ptr()
-        self._set_attention(caches)
-        self._counters[:, :, 0] = 0
-        self._kernel(p)
-        return self._mixed[:rows]
+        if len(caches) != self._params.layers:
+            raise ValueError(f"{self._params.layers} caches are needed, {len(caches)} came")
 
     def _set_weights(self) -> None:
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate([*self._layers, self._layers[-1]]):
             for which, packed, bias, outputs in (
                 (QKV, layer.qkv, layer.qkv_bias, self._heads_width),
                 (OUTPUT, layer.output, layer.output_bias, self._width),
@@ -358,6 +400,10 @@ class Decoder:
     def _reserve(self, rows: int) -> None:
         """Make the buffers between the phases."""
         self._capacity = rows
+        self._numbers = np.arange(rows)
+        self._hidden = torch.zeros(rows, self._width)
+        self._kept_hidden = torch.zeros(rows, self._width)
+        self._kept_mixed = torch.zeros(rows, self._mixed_width)
         self._normed = torch.zeros(rows, self._width)
         self._heads = torch.zeros(rows, self._heads_width)
         self._mixed = torch.zeros(rows, self._mixed_width)
@@ -382,7 +428,11 @@ class Decoder:
             linears["x"][:, which] = source.data_ptr()
         linears["out"][:, QKV] = self._heads.data_ptr()
         linears["out"][:, GATE_UP] = self._gate_up.data_ptr()
+        linears["out"][:, OUTPUT] = linears["out"][:, DOWN] = self._hidden.data_ptr()
+        self._line_rows = linears["rows"]
         p = self._params
+        p.hidden, p.mixed = self._hidden.data_ptr(), self._mixed.data_ptr()
+        p.kept_hidden, p.kept_mixed = self._kept_hidden.data_ptr(), self._kept_mixed.data_ptr()
         p.normed, p.heads = self._normed.data_ptr(), self._heads.data_ptr()
         p.gate_up, p.gated = self._gate_up.data_ptr(), self._gated.data_ptr()
         lines, heads = self._attentions, p.heads

@@ -19,6 +19,7 @@ from attrs import frozen
 from trioserve.kernels.cpu import amx, blocks, digits, simd
 from trioserve.kernels.cpu.blocks import HALF, Q4_BYTES, Q8_BYTES
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks
+from trioserve.kernels.cpu.rows import rms_norm
 from trioserve.kernels.cpu.runtime import (
     FASTMATH,
     LINE,
@@ -43,7 +44,7 @@ BYTE_ROWS = 4 if digits.NEON else 16
 _FIELDS = (
     *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
     *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add", "kind", "exact"),
-    *("split", "tiles", "parts", "byte_products", "records"),
+    *("split", "tiles", "parts", "byte_products", "records", "raw", "norm"),
 )
 
 
@@ -53,7 +54,9 @@ class Params(ctypes.Structure):
     row's result does not depend on how many rows there are, to the bit. ``split`` is where rows of
     x are split for the tile unit, or 0 to do without it; ``tiles`` its configuration; ``parts`` how
     many values of bfloat16 it takes for one. With ``byte_products`` few rows times codes are
-    computed in whole numbers; ``records`` is where those of more than FEW_ROWS are shared."""
+    computed in whole numbers; ``records`` is where those of more than FEW_ROWS are shared. The
+    kernel of one product first takes the norm of rows at ``raw``, which gives those at ``x``;
+    ``norm`` is where its weights and eps lie, or 0 to do without."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
@@ -284,7 +287,16 @@ def product_share(p, thread):
 def panel_product(params):
     """The kernel of one product."""
     p = numba.carray(params, 1)[0]
-    product_share(p, thread_index() if p.threads > 1 else 0)
+    thread, threads = 0, 1
+    if p.threads > 1:
+        thread, threads = thread_index(), max(1, team_size())
+    if p.norm != 0:
+        first, last = p.rows * thread // threads, p.rows * (thread + 1) // threads
+        eps = simd.load_f32(p.norm, p.inputs)
+        rms_norm(p.raw, p.norm, eps, p.inputs, p.x, first, last)
+        if p.threads > 1:
+            team_barrier()
+    product_share(p, thread)
 
 
 @frozen(eq=False)
@@ -337,9 +349,17 @@ class PanelProduct:
         self._max_rows = self._max_inputs = 0
 
     def __call__(
-        self, x: torch.Tensor, weight: Panels, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: Panels,
+        bias: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """float32 [n, inputs] to a new float32 [n, outputs].
+
+        Args:
+            norm: float32 [inputs + 1], the weights of an RMS norm that rows go through first, and
+                its eps; ``x`` without gaps then.
 
         Raises:
             ValueError: another shape, type or layout.
@@ -350,11 +370,18 @@ class PanelProduct:
             raise ValueError(f"x must be float32 [n, {weight.inputs}], its rows without gaps")
         if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,)):
             raise ValueError(f"bias must be float32 [{outputs}]")
+        if norm is not None and (
+            norm.dtype != torch.float32 or norm.shape != (inputs + 1,) or not x.is_contiguous()
+        ):
+            raise ValueError(f"norm must be float32 [{inputs + 1}], x without gaps")
         out = torch.empty((rows, outputs), dtype=torch.float32)
         p = self._params
         if rows > self._max_rows or inputs > self._max_inputs:
             self._reserve(max(rows, self._max_rows, 64), max(inputs, self._max_inputs))
         p.x, p.x_stride, p.weight = x.data_ptr(), x.stride(0), weight.data.data_ptr()
+        p.raw, p.norm = 0, 0
+        if norm is not None:
+            p.raw, p.norm, p.x = p.x, norm.data_ptr(), self._normed.data_ptr()
         p.bias = 0 if bias is None else bias.data_ptr()
         p.out, p.rows, p.inputs, p.outputs = out.data_ptr(), rows, inputs, outputs
         p.kind, p.panels = weight.kind, weight.count
@@ -369,6 +396,7 @@ class PanelProduct:
         p.scratch_stride = scratch_bytes(rows, inputs)
         self._scratch = aligned_bytes(p.threads * p.scratch_stride)
         p.scratch = self._scratch.ctypes.data
+        self._normed = torch.empty(rows * inputs)
         self._records = aligned_bytes(record_bytes(rows, inputs))
         p.records = self._records.ctypes.data
         if self._tiles is not None:

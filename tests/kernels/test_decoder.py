@@ -18,7 +18,7 @@ from trioserve.kernels.cpu.decoder import (
 from trioserve.kernels.cpu.paged_attention import PagedAttention
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
 
-HEADS, KV_HEADS, DIM, WIDTH, INNER, LAYERS = 6, 2, 8, 48, 520, 3
+HEADS, KV_HEADS, DIM, WIDTH, INNER, LAYERS, VOCAB = 6, 2, 8, 48, 520, 3, 90
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,18 @@ def test_a_row_of_a_product_does_not_see_the_others(products):
     assert dirty[4].isnan().all()
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(dirty[others], clean[others])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_product_of_rows_that_go_through_a_norm_first(products, assert_product, rows):
+    weight, x = random(70, 96).half().float(), random(rows, 96, seed=1, scale=3.0)
+    norm = torch.cat([1 + random(96, seed=2, scale=0.1), torch.tensor([1e-5])])
+    out = products(x, Panels.half(weight), None, norm)
+    exact = x.double().numpy()
+    normed = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * norm[:-1].numpy()
+    assert_product(out, normed.astype(np.float32), weight.numpy().astype(np.float64))
+    with pytest.raises(ValueError, match=r"norm must be float32 \[97\]"):
+        products(x, Panels.half(weight), None, norm[:-1])
 
 
 def test_products_refuse_what_they_would_read_wrongly(products):
@@ -108,78 +120,124 @@ def prepare(attention, context) -> None:
     )
 
 
+class Model:
+    """A decoder with random weights, and what it needs for a batch."""
+
+    def __init__(self, team, kernel, batch, *, with_bias=False, half=False) -> None:
+        self.attention = PagedAttention(
+            team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=batch.block_size
+        )
+        self.layers = make_layers(with_bias)
+        self.embedding = random(VOCAB, WIDTH, seed=5)
+        if half:
+            self.embedding = self.embedding.half()
+        packed_layers = [packed(layer) for layer in self.layers]
+        self.decoder = Decoder(team, kernel, self.embedding, packed_layers, self.attention, 1e-5)
+        angles = random(batch.num_tokens + 3, DIM // 2, seed=6)
+        self.rotations = torch.polar(torch.ones_like(angles), angles)
+        self.batch = batch
+        n = batch.num_tokens
+        self.token_ids = torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n))
+        self.caches = self.new_caches()
+        prepare(self.attention, batch.context)
+
+    def new_caches(self):
+        return [self.attention.new_cache(self.batch.num_blocks) for _ in self.layers]
+
+    def run(self, wanted=None, **changes):
+        given = {
+            "token_ids": self.token_ids,
+            "positions": self.batch.context.positions,
+            "rotations": self.rotations,
+            "caches": self.caches,
+            "wanted": torch.arange(self.batch.num_tokens) if wanted is None else wanted,
+        }
+        return self.decoder(**given | changes)
+
+    def expected(self) -> np.ndarray:
+        return reference(
+            self.embedding[self.token_ids].numpy(),
+            self.rotations[self.batch.context.positions].unsqueeze(1).numpy(),
+            self.layers,
+            self.batch.ends,
+            (HEADS, KV_HEADS, DIM),
+            1e-5,
+        )
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [[(0, 1)], [(0, 3)], [(0, 1)] * 9, [(0, 70), (0, 1), (0, 20)]])
 def test_layers_equal_float64(make_batch, team, kernel, rows, with_bias):
-    attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
-    layers = make_layers(with_bias)
-    decoder = Decoder(team, kernel, [packed(layer) for layer in layers], attention, 1e-5)
     batch = make_batch(rows, 16)
-    caches = [attention.new_cache(batch.num_blocks) for _ in layers]
-    prepare(attention, batch.context)
-    hidden = random(batch.num_tokens, WIDTH, seed=5)
-    angles = random(batch.num_tokens, 1, DIM // 2, seed=6)
-    rotations = torch.polar(torch.ones_like(angles), angles)
-    expected_hidden, expected, outcome = reference(
-        hidden.numpy(), rotations.numpy(), layers, batch.ends, (HEADS, KV_HEADS, DIM), 1e-5
-    )
-    for _ in range(2):  # the buffers and counters are used again
-        begin = hidden.clone()
-        mixed = decoder(begin, rotations, caches)
-        np.testing.assert_allclose(begin, expected_hidden, atol=2e-4)
-        np.testing.assert_allclose(mixed, expected, atol=2e-4)
-        whole = hidden.clone()
-        decoder(whole, rotations, caches, whole=True)
-        np.testing.assert_allclose(whole, outcome, atol=4e-4)
+    model = Model(team, kernel, batch, with_bias=with_bias, half=with_bias)
+    expected = model.expected()
+    n = batch.num_tokens
+    for wanted in (None, torch.tensor([n - 1]), torch.arange(n).flip(0), torch.arange(0, n, 2)):
+        out = model.run(wanted)  # the buffers and counters are used again
+        np.testing.assert_allclose(
+            out, expected if wanted is None else expected[wanted.numpy()], atol=4e-4
+        )
+
+
+def test_where_nothing_is_wanted_the_cache_is_written(make_batch, team, kernel):
+    model = Model(team, kernel, make_batch([(0, 5), (0, 2)], 16))
+    model.run()
+    others = model.new_caches()
+    assert model.run(torch.arange(0), caches=others).shape == (0, WIDTH)
+    for cache, other in zip(model.caches, others, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(cache, other, strict=True))
+        assert cache[0].any()
+
+
+def test_a_token_may_be_wanted_twice(make_batch, team, kernel):
+    model = Model(team, kernel, make_batch([(0, 3)], 16))
+    wanted = torch.tensor([2, 0] * 40)
+    np.testing.assert_allclose(model.run(wanted), model.expected()[wanted.numpy()], atol=4e-4)
 
 
 def test_other_caches_are_taken_from_the_next_call_on(make_batch, team, kernel):
-    attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
-    decoder = Decoder(
-        team, kernel, [packed(layer) for layer in make_layers(False)], attention, 1e-5
-    )
-    batch = make_batch([(0, 4)], 16)
-    prepare(attention, batch.context)
-    rotations = torch.ones(4, 1, DIM // 2, dtype=torch.complex64)
-    both = [[attention.new_cache(batch.num_blocks) for _ in range(LAYERS)] for _ in range(2)]
+    model = Model(team, kernel, make_batch([(0, 4)], 16))
+    both = [model.new_caches(), model.new_caches()]
     for caches in both:
-        decoder(random(4, WIDTH), rotations, caches)
+        model.run(caches=caches)
     for (keys, values), (more_keys, more_values) in zip(*both, strict=True):
         assert keys.any()
         assert torch.equal(keys, more_keys)
         assert torch.equal(values, more_values)
 
 
+@pytest.mark.parametrize("id", [-1, VOCAB, 2**40])
+def test_a_token_or_a_position_that_no_table_has_is_said(make_batch, team, kernel, id):
+    model = Model(team, kernel, make_batch([(0, 4)], 16))
+    clean = model.run().clone()
+    for name in ("token_ids", "positions"):
+        given = {"token_ids": model.token_ids, "positions": model.batch.context.positions}[name]
+        wrong = given.clone()
+        wrong[2] = id
+        with pytest.raises(IndexError, match="out of range"):
+            model.run(**{name: wrong})
+    assert torch.equal(model.run(), clean)
+
+
 def test_layers_refuse_what_they_would_read_wrongly(make_batch, team, kernel):
-    attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
-    decoder = Decoder(
-        team, kernel, [packed(layer) for layer in make_layers(False)], attention, 1e-5
-    )
-    batch = make_batch([(0, 4)], 16)
-    caches = [attention.new_cache(batch.num_blocks) for _ in range(LAYERS)]
-    prepare(attention, batch.context)
-    rotations = torch.ones(4, 1, DIM // 2, dtype=torch.complex64)
-    with pytest.raises(ValueError, match="hidden must be"):
-        decoder(random(4, WIDTH + 1), rotations, caches)
+    model = Model(team, kernel, make_batch([(0, 4)], 16))
+    with pytest.raises(ValueError, match="token_ids must be"):
+        model.run(token_ids=model.token_ids.int())
+    with pytest.raises(ValueError, match="positions must be"):
+        model.run(positions=torch.arange(5))
     with pytest.raises(ValueError, match="rotations must be"):
-        decoder(random(4, WIDTH), rotations.real, caches)
+        model.run(rotations=model.rotations.real)
+    with pytest.raises(ValueError, match="wanted must be"):
+        model.run(torch.arange(8)[::2])
     with pytest.raises(ValueError, match="4 tokens prepared, 3 came"):
-        decoder(random(3, WIDTH), rotations[:3], caches)
+        model.run(token_ids=model.token_ids[:3], positions=torch.arange(3))
     with pytest.raises(ValueError, match="3 caches are needed, 2 came"):
-        decoder(random(4, WIDTH), rotations, caches[:2])
+        model.run(caches=model.caches[:2])
 
 
 def test_fewer_threads_than_were_asked_for(make_batch, team, kernel):
     """OpenMP may give fewer, by OMP_THREAD_LIMIT or OMP_DYNAMIC; nothing is left out then."""
-    attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
-    decoder = Decoder(
-        team, kernel, [packed(layer) for layer in make_layers(False)], attention, 1e-5
-    )
-    batch = make_batch([(0, 5), (0, 1)], 16)
-    caches = [attention.new_cache(batch.num_blocks) for _ in range(LAYERS)]
-    prepare(attention, batch.context)
-    rotations = torch.ones(6, 1, DIM // 2, dtype=torch.complex64)
-    hidden = random(6, WIDTH)
-    expected = decoder(hidden.clone(), rotations, caches).clone()
-    decoder._kernel = lambda params: kernel.layers(params, threads=1)
-    torch.testing.assert_close(decoder(hidden.clone(), rotations, caches), expected)
+    model = Model(team, kernel, make_batch([(0, 5), (0, 1)], 16))
+    expected = model.run().clone()
+    model.decoder._kernel = lambda params: kernel.layers(params, threads=1)
+    torch.testing.assert_close(model.run(), expected)

@@ -60,7 +60,7 @@ def test_mixed_rows_and_chunks(state: BatchState) -> None:
 
 def test_sampled_tokens_come_back(state: BatchState) -> None:
     state.add(new(1, 8, [1]))
-    state.set_token(1, 8, 555)
+    state.set_tokens([1], [8], [555])
     state.add_blocks(1, [6])
     step = state.make_step([row(1, 8, 1, True)])
     assert step.token_ids.tolist() == [555]
@@ -71,7 +71,7 @@ def test_a_row_tried_again_takes_its_blocks_once(state: BatchState) -> None:
     state.add(new(1, 8, [1]))
     state.add_blocks(1, [6])
     state.add_blocks(1, [6])
-    state.set_token(1, 8, 1)
+    state.set_tokens([1], [8], [1])
     with pytest.raises(ValueError, match="sequence 1 reaches past its blocks"):
         state.make_step([row(1, 16, 1)])
     state.add_blocks(1, [3])
@@ -109,4 +109,28 @@ def test_what_does_not_fit_is_refused(state: BatchState) -> None:
 
 def test_the_last_token_of_the_longest_sequence_has_a_place(state: BatchState) -> None:
     state.add(new(1, 40, [0, 1, 2, 3, 4]))
-    state.set_token(1, 40, 9)
+    state.set_tokens([1], [40], [9])
+
+
+def test_a_step_of_the_same_shape_sees_what_has_changed(state: BatchState) -> None:
+    state.add(new(1, 8, [1, 2]))
+    state.add(new(2, 9, [3, 4]))
+    both = [row(1, 7, 1, True), row(2, 8, 1, True)]
+    assert state.make_step(both).token_ids.tolist() == [107, 208]
+    state.set_tokens([1, 2], [8, 9], [70, 80])
+    more = [row(1, 8, 1, True), row(2, 9, 1, True)]
+    step = state.make_step(more)
+    assert step.token_ids.tolist() == [70, 80]
+    assert step.context.slots.tolist() == [16, 33]
+    chunk = state.make_step([row(1, 0, 2)])  # in the same buffers
+    assert chunk.context.query_starts.tolist() == [0, 2]
+    assert state.make_step(more).context.query_starts.tolist() == [0, 1, 2]
+    state.remove(2)
+    state.add(new(3, 4, [6]))
+    state.add(new(2, 9, [5, 7]))  # under the same id, on another line
+    step = state.make_step([row(1, 8, 1, True), row(2, 8, 1, True)])
+    assert step.token_ids.tolist() == [70, 208]
+    assert step.context.slots.tolist() == [16, 56]
+    with pytest.raises(KeyError):
+        state.make_step([row(1, 8, 1), row(9, 0, 1)])
+    assert state.make_step(more[:1]).token_ids.tolist() == [70]

@@ -292,9 +292,8 @@ class ModelRunner:
             if masks and sequence_id in masks:
                 handle.logits[index].masked_fill_(~masks[sequence_id], float("-inf"))
         sampled = self._sampler.sample(handle.ids, handle.positions, handle.logits)
-        for row, position in zip(sampled, handle.positions, strict=True):
-            if row.error is None:
-                self._state.set_token(row.id, position, row.token_id)
+        # A row that failed has a token too, which nobody will read.
+        self._state.set_tokens(handle.ids, handle.positions, [row.token_id for row in sampled])
         return self._with_scores(sampled, handle) if handle.prompt_parts else sampled
 
     def _with_scores(self, sampled: list[SampledRow], handle: StepHandle) -> list[SampledRow]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from trioserve.kernels.cpu.decoder import Decoder, DecoderKernels, DecoderLayer,
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
 from trioserve.kernels.cpu.runtime import Team
 from trioserve.models.attention import BatchContext, NumbaAttention
-from trioserve.models.layers import RMSNorm, Rotary, silu_mul
+from trioserve.models.layers import RMSNorm, Rotary
 from trioserve.models.linear import Layout
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,9 @@ class PanelLinear:
         self.bias = bias
         self.num_bytes = self.panels.data.nbytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x, self.panels, self.bias)
+    def __call__(self, x: Tensor, norm: Tensor | None = None) -> Tensor:
+        """The product; ``norm`` as ``PanelProduct`` has it."""
+        return self.product(x, self.panels, self.bias, norm)
 
 
 @frozen(kw_only=True)
@@ -95,12 +95,14 @@ class FusedLlama:
         self.decoder = Decoder(
             attention.team,
             kernels.decoder,
+            model.embedding.rows,
             [_decoder_layer(layer) for layer in model.layers],
             attention.kernel,
             model.spec.rms_norm_eps,
         )
-        self._exact = attention.exact
-        self._rotations = RotationTable(model.rotary) if self._exact else model.rotary
+        self._rotations = RotationTable(model.rotary)
+        eps = torch.tensor([model.spec.rms_norm_eps])
+        self._norm = torch.cat([_weight(model.norm), eps])
 
     @torch.inference_mode()
     def forward(
@@ -122,38 +124,21 @@ class FusedLlama:
         context: BatchContext,
         rows: Tensor,
     ) -> Tensor:
-        """As ``Llama.hidden``."""
-        model = self.model
-        hidden = model.embedding(token_ids)
-        rotations = self._rotations.rotations(positions)
-        # Not with ``exact``: a token must get the same where others beside it are not wanted.
-        if not self._exact and rows.tolist() == list(range(hidden.shape[0])):
-            self.decoder(hidden, rotations, attention.caches, whole=True)
-            return hidden
-        mixed = self.decoder(hidden, rotations, attention.caches)
-        # The decoder leaves after the last layer's attention.
-        layer = model.layers[-1]
-        mixed, hidden = mixed[rows], hidden[rows]
-        if rows.shape[0] == 0:
-            return hidden
-        hidden += layer.output(mixed)
-        gate_up = layer.gate_up(self._rowwise(layer.mlp_norm, hidden))
-        hidden += layer.down(self._rowwise(silu_mul, gate_up))
-        return hidden
+        """As ``Llama.hidden``; valid until the next call.
+
+        Raises:
+            IndexError: a token id is not in the embedding.
+        """
+        end = int(context.row_starts.max()) + len(token_ids) if len(token_ids) else 0
+        rotations = self._rotations.up_to(end)
+        return self.decoder(token_ids, positions, rotations, attention.caches, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As ``Llama.logits``."""
-        if not self._exact or hidden.shape[0] == 0:
-            logits: Tensor = self.model.logits(hidden)
-            return logits
-        return self.model.head(self._rowwise(self.model.norm, hidden))
-
-    def _rowwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``function(x)``; with ``exact`` row by row, because torch's operators take another
-        way through the last elements of a tensor, and those belong to other rows then."""
-        if not self._exact:
-            return function(x)
-        return torch.cat([function(row) for row in x.split(1)])
+        if hidden.shape[0] == 0:
+            return hidden.new_empty((0, self.spec.vocab_size))
+        head: PanelLinear = self.model.head
+        return head(hidden, self._norm)
 
 
 class RotationTable:
@@ -164,15 +149,14 @@ class RotationTable:
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
-        self._table = rotary.rotations(torch.arange(self.PIECE))
+        self._table = rotary.rotations(torch.arange(self.PIECE)).squeeze(1)
 
-    def rotations(self, positions: Tensor) -> Tensor:
-        """As ``Rotary.rotations``."""
-        last = int(positions.max()) if len(positions) else 0
-        while last >= (length := len(self._table)):
-            piece = self._rotary.rotations(torch.arange(length, length + self.PIECE))
+    def up_to(self, end: int) -> Tensor:
+        """A table by position, complex64 ``[positions, head_dim / 2]``, of ``end`` at least."""
+        while end > (length := len(self._table)):
+            piece = self._rotary.rotations(torch.arange(length, length + self.PIECE)).squeeze(1)
             self._table = torch.cat([self._table, piece])
-        return self._table[positions]
+        return self._table
 
 
 def _decoder_layer(layer: Any) -> DecoderLayer:
