@@ -6,7 +6,7 @@ Only the clocks are added, from outside, so that a server pays nothing for them.
 Where all layers are one kernel no clock can look into it. There the parts are told by leaving them
 out: the kernel without its products, without its attention, and without both. A part takes what is
 saved by leaving it out, the mean of with and without the other; without both the rest remains.
-Steps of all four kinds come in turns.
+Steps of all four kinds come in turns. The head's product has the last norm with it.
 """
 
 from __future__ import annotations

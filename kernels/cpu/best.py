@@ -20,6 +20,7 @@ from trioserve.kernels.cpu import simd
 from trioserve.kernels.cpu.runtime import FASTMATH, Team, aligned_bytes, team_size, thread_index
 
 LANES = 64  # logits that are looked at together
+AHEAD = 2048  # bytes before they are looked at logits are asked for
 FEW = 8  # rows that one thread is done with before others would be awake
 
 _FIELDS = ("logits", "rows", "width", "stride", "values", "ids", "threads", "scratch")
@@ -52,6 +53,8 @@ def _scan(typing_context, x, lines, maxima, places):
         def line(at, values):
             best, place, nans = values
             address = builder.add(x, builder.mul(at, simd._index(LANES * 4)))
+            for offset in range(0, LANES * 4, 64):
+                simd.prefetch(builder, builder.add(address, simd._index(AHEAD + offset)))
             one = builder.load(builder.inttoptr(address, _LINE.as_pointer()), align=4)
             larger = builder.fcmp_ordered(">", one, best)
             number = simd._splat(builder, builder.trunc(at, simd.I32), _PLACES)
