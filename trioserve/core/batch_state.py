@@ -62,6 +62,8 @@ class BatchState:
         # One place more than the longest sequence: the last token sampled is never computed.
         self._token_ids = np.zeros((max_sequences, max_model_len + 1), np.int32)
         self._tables = np.zeros((max_sequences, -(-max_model_len // block_size)), np.int32)
+        self._row_ids: list[int]  # whose lines stand in ``_row_tables``
+        self._views: _Views
         self._reserve(max_sequences, max_tokens)
 
     def __contains__(self, sequence_id: int) -> bool:
@@ -216,5 +218,5 @@ class BatchState:
         self._positions = np.zeros(max_tokens, np.int64)
         self._step_ids = np.zeros(max_tokens, np.int64)
         self._slots = np.zeros(max_tokens, np.int64)
-        self._row_ids: list[int] = []  # whose lines stand in ``_row_tables``
+        self._row_ids = []
         self._views = self._make_views(0, 0)
