@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 
 import numba
 import numpy as np
@@ -474,7 +475,7 @@ class PagedAttention:
         params.scratch = self._scratch.ctypes.data
         self._counters = np.zeros(3 * 8, np.int64)  # a cache line each: all threads write them
         params.counters = self._counters.ctypes.data
-        self._context: object = None
+        self._context: tuple | None = None
         self._first_parts = np.zeros(0, np.int32)
         self._parts = np.zeros(0, np.float32)
         self._reserve_items(64)
@@ -510,6 +511,19 @@ class PagedAttention:
             row_tables: int32 [num_rows], each row's line of ``tables``.
             tables: int32 [lines, max_blocks], block ids.
         """
+        context = (slots, query_starts, row_starts, row_tables, tables)
+        if self._context is None or any(map(operator.is_not, context, self._context)):
+            self._take(*context)  # steps of one shape lie in the same arrays
+        p = self.params
+        self._plan(p, 1)
+        if p.num_items > p.item_capacity:
+            self._reserve_items(p.num_items)
+            self._plan(p, 1)
+        self._reserve_parts(int(self._first_parts[p.num_rows]))
+
+    def _take(self, slots, query_starts, row_starts, row_tables, tables) -> None:
+        """Check a step's arrays and give their addresses to the kernels."""
+        self._context = None
         num_rows = len(row_starts)
         for name, array, shape in (
             ("query_starts", query_starts, (num_rows + 1,)),
@@ -529,11 +543,6 @@ class PagedAttention:
         p.row_tables, p.tables = row_tables.ctypes.data, tables.ctypes.data
         p.table_stride = tables.shape[1]
         self._reserve_rows(num_rows)
-        self._plan(p, 1)
-        if p.num_items > p.item_capacity:
-            self._reserve_items(p.num_items)
-            self._plan(p, 1)
-        self._reserve_parts(int(self._first_parts[num_rows]))
 
     def __call__(
         self,
