@@ -29,7 +29,7 @@ victim, so there is always progress; alone it always fits, as ``max_model_len`` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 from trioserve.core.batch import NewSequence, SampledRow, ScheduledBatch, ScheduledRow
 from trioserve.core.block_pool import BlockPool
@@ -158,7 +158,8 @@ class Scheduler:
         deltas = []
         for seq in self._known(ids):
             self._end(seq, SequenceStatus.ABORTED)
-            deltas.append(self._delta(seq, [], finish_reason="abort"))
+            num_cached, seq.started = None if seq.started else seq.num_cached_tokens, True
+            deltas.append(Delta(seq.id, [], "abort", num_cached_tokens=num_cached))
         return deltas
 
     def fail(self, ids: Iterable[int], message: str) -> list[WorkFailed]:
@@ -173,9 +174,11 @@ class Scheduler:
         ``removed_ids`` wait for the next batch if there is none now.
         """
         grown, preempted = self._grow()
-        ready = [seq for seq in self._running.values() if not seq.in_flight]
-        decodes = [seq for seq in ready if seq.num_left == 1]
-        prefills = [seq for seq in ready if seq.num_left > 1]
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for seq in self._running.values():
+            if not seq.in_flight:
+                (decodes if seq.num_left == 1 else prefills).append(seq)
         plan = _PrefillPlan(prefills, admit=not preempted)
         self._share(plan, self.max_num_batched_tokens - len(decodes))
         if not decodes and not plan.shares:
@@ -449,13 +452,8 @@ class Scheduler:
             grown = ()
             seq.sent = True
         seq.in_flight = self._step
-        return ScheduledRow(
-            id=seq.id,
-            start=seq.num_computed_tokens,
-            num_tokens=num_tokens,
-            new_block_ids=list(grown),
-            sample=num_tokens == seq.num_left,
-        )
+        sample = num_tokens == seq.num_left
+        return ScheduledRow(seq.id, seq.num_computed_tokens, num_tokens, list(grown), sample)
 
     def _append(self, seq: Sequence, result: SampledRow) -> Delta:
         token_id = result.token_id
@@ -465,31 +463,32 @@ class Scheduler:
         if seq.prompt_logprobs is not None:
             scores = [None, *seq.prompt_entries]
             seq.prompt_logprobs, seq.prompt_entries = None, []
-        finish_reason = stop_token_id = None
-        if seq.num_output_tokens >= seq.sampling.min_tokens:
-            if token_id in self.eos_token_ids and not seq.sampling.ignore_eos:
-                finish_reason = "stop"
-            elif token_id in seq.stop_token_ids:
-                finish_reason, stop_token_id = "stop", token_id
-        if finish_reason is None and seq.num_tokens >= seq.max_num_tokens:
-            finish_reason = "length"
+        finish_reason = self._finish_reason(seq, token_id)
         if finish_reason is not None:
             self._end(seq, SequenceStatus.FINISHED)
-        logprobs = None if result.logprobs is None else [result.logprobs]
-        return self._delta(
-            seq,
+        num_cached, seq.started = None if seq.started else seq.num_cached_tokens, True
+        is_stop_token = finish_reason == "stop" and not self._is_end(seq, token_id)
+        return Delta(
+            seq.id,
             [token_id],
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
-            logprobs=logprobs,
-            prompt_logprobs=scores,
+            finish_reason,
+            token_id if is_stop_token else None,
+            None if result.logprobs is None else [result.logprobs],
+            num_cached,
+            scores,
         )
 
-    @staticmethod
-    def _delta(seq: Sequence, token_ids: list[int], **fields: Any) -> Delta:
-        num_cached = None if seq.started else seq.num_cached_tokens
-        seq.started = True
-        return Delta(id=seq.id, token_ids=token_ids, num_cached_tokens=num_cached, **fields)
+    def _finish_reason(self, seq: Sequence, token_id: int) -> str | None:
+        """Why the sequence ends with its last token, if it does."""
+        num_tokens = len(seq.token_ids)
+        if num_tokens - seq.num_prompt_tokens >= seq.sampling.min_tokens and (
+            self._is_end(seq, token_id) or token_id in seq.stop_token_ids
+        ):
+            return "stop"
+        return "length" if num_tokens >= seq.max_num_tokens else None
+
+    def _is_end(self, seq: Sequence, token_id: int) -> bool:
+        return token_id in self.eos_token_ids and not seq.sampling.ignore_eos
 
     # -------------------------------------------------------------------------- the end
 
