@@ -46,6 +46,7 @@ from trioserve.loop_watch import LoopMetrics, LoopWatch, watching_loop
 from trioserve.notify import notify_manager
 from trioserve.progress import report_progress
 from trioserve.rates import log_rates
+from trioserve.stacks import write_stacks
 from trioserve.terminal import PatientTerminal
 from trioserve.tracing.tracer import TraceMetrics, open_tracer
 
@@ -118,7 +119,7 @@ def run(loaded: LoadedConfig) -> int:
         signal.signal(number, stopping.note)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         # What a slip of log rotation sends would end the server; it writes its stacks instead.
-        faulthandler.register(number, file=2, all_threads=True)
+        signal.signal(number, write_stacks)
     try:
         with open_entrance(loaded) as entrance, launch_worker(loaded) as launched:
             # A third of a second, before the loop, which it would block. A thread for it wins
@@ -138,7 +139,7 @@ def run(loaded: LoadedConfig) -> int:
         exit_code = 70
     else:
         exit_code = 0
-    for number in stopping.signals:
+    for number in (*stopping.signals, signal.SIGUSR1, signal.SIGUSR2):
         # Python resets a handler of its own before it has ended, and then a signal would kill.
         signal.signal(number, signal.SIG_IGN)
     return exit_code if stopping.second_signal is None else 128 + stopping.second_signal

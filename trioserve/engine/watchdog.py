@@ -20,6 +20,7 @@ from trioserve.ipc.status_page import IDLE, PAUSED, Status, explain, judge, proc
 logger = logging.getLogger("trioserve.watchdog")
 
 DUMP_WAIT_S = 1.0  # for the stacks to arrive on stderr
+LAST_DUMP_WAIT_S = 0.2
 
 
 class Watched(Protocol):
@@ -59,6 +60,7 @@ async def watch_worker(worker: Worker, config: Config, watched: Watched) -> None
                 if watched.ready or trio.current_time() - watched.progress_s < DUMP_WAIT_S:
                     logger.warning("the worker goes on: it was slow, or this process was")
                     continue
+                await _dump_more(worker)
                 raise StartupError(
                     watched.stage,
                     f"no progress for {silent_s:.0f} s; raise engine.startup_silence_s if this "
@@ -73,6 +75,7 @@ async def watch_worker(worker: Worker, config: Config, watched: Watched) -> None
             if worker.status.read()[1:] != status[1:]:
                 logger.warning("the worker goes on: it was slow, or this process was")
                 continue
+            await _dump_more(worker)
             raise WorkerStalled(f"the worker is stuck: {stuck} (watchdog.step_budget_s)")
 
 
@@ -95,3 +98,9 @@ async def _dump_stacks(worker: Worker) -> None:
     logger.error("worker %d seems stuck; its stacks follow", worker.pid)
     worker.dump_stacks()
     await trio.sleep(DUMP_WAIT_S)
+
+
+async def _dump_more(worker: Worker) -> None:
+    """The same once it is to be killed, by the way that sees into native code too."""
+    worker.dump_stacks_and_die()
+    await trio.sleep(LAST_DUMP_WAIT_S)

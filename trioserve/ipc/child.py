@@ -12,7 +12,8 @@
   inbox thread also watches the process that started us.
 * SIGINT and SIGTERM are ignored: a terminal sends the one to a whole group and service managers
   send the other to all processes of a service, but it is the parent that drains and then ends the
-  worker. SIGUSR1 writes the stacks of all threads to stderr.
+  worker. SIGUSR1 writes the stacks of all threads to stderr, by Python. SIGUSR2 does so by C, also
+  where native code does not return, and may end the process: the last thing before the kill.
 
 Imports neither trio nor torch.
 """
@@ -46,6 +47,7 @@ from trioserve.ipc.framing import (
 )
 from trioserve.ipc.messages import Command, Event, Exit
 from trioserve.ipc.status_page import StatusWriter
+from trioserve.stacks import write_stacks
 
 
 class Inbox:
@@ -179,7 +181,11 @@ def _redirect_stdout() -> None:
 
 def _set_signals() -> None:
     faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    signal.signal(signal.SIGUSR1, write_stacks)
+    signal.siginterrupt(signal.SIGUSR1, False)  # a native call that is only slow goes on after it
+    # Nothing else sees into native code that does not return. It can be the end of a process whose
+    # threads run Python, so only a parent that is about to kill sends it.
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # blocked by ``spawn``

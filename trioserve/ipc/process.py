@@ -30,6 +30,7 @@ from trioserve.ipc.streams import FrameReader, FrameWriter
 
 GRACE_S = 5.0
 DUMP_S = 1.0
+LAST_DUMP_S = 0.2  # the last part of it
 GONE_S = 10.0
 HELLO_BYTES = 32 * 2**20  # of memory that a worker takes until then; 22 MiB were measured
 _AFTER_EXIT_S = 0.1  # what was written before the exit is in the pipe
@@ -151,9 +152,15 @@ class Worker:
         return text
 
     def dump_stacks(self) -> None:
-        """Have it write the stacks of all its threads to stderr, which takes it a few ms even
-        where Python is stuck. Only after Hello, before which the signal would end it."""
+        """Have it write the stacks of all its threads to stderr, which takes it a few ms where
+        Python runs. Only after Hello, before which the signal would end it."""
         self._process.signal(signal.SIGUSR1)
+
+    def dump_stacks_and_die(self) -> None:
+        """The same where native code holds Python for ever. It may end the worker by a fault, so
+        only for one that is killed next."""
+        self._killed = self._killed or not self.exited
+        self._process.signal(signal.SIGUSR2)
 
     def kill(self) -> None:
         """SIGKILL to its whole group, now. ``wait`` returns soon after."""
@@ -226,7 +233,9 @@ class Worker:
             nursery.start_soon(self.events.discard)
             if not await self._leaves_within(grace_s):
                 self.dump_stacks()
-                await self._leaves_within(DUMP_S)
+                if not await self._leaves_within(DUMP_S - LAST_DUMP_S):
+                    self.dump_stacks_and_die()
+                    await self._leaves_within(LAST_DUMP_S)
             nursery.cancel_scope.cancel()
 
     async def _leaves_within(self, seconds: float) -> bool:
