@@ -329,17 +329,17 @@ async def test_a_request_goes_out_at_once_unless_something_waits_before_it() -> 
         first = engine.submit([1, 2], GREEDY)
         assert isinstance(first, RequestStream)
         assert sent == [first.work]
-        assert (first.sent, list(engine._commands)) == (Sent.SENT, [])
+        assert (first.sent, list(engine._requests._commands)) == (Sent.SENT, [])
 
         takes = False  # the pipe is full
         second = engine.submit([1, 2], GREEDY)
-        assert (second.sent, list(engine._commands)) == (Sent.QUEUED, [second.work])
+        assert (second.sent, list(engine._requests._commands)) == (Sent.QUEUED, [second.work])
         assert len(sent) == 2
         third = engine.submit([1, 2], GREEDY)  # must not overtake
         assert len(sent) == 2
-        assert list(engine._commands) == [second.work, third.work]
+        assert list(engine._requests._commands) == [second.work, third.work]
         await trio.testing.wait_all_tasks_blocked()
-        assert not engine._commands
+        assert not engine._requests._commands
 
         first.close()  # its abort is to go out
         takes = True

@@ -10,7 +10,6 @@ import itertools
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +19,9 @@ import trio
 from trioserve.config.schema import DEFAULT_NAME, DEFAULT_SOURCE, Config
 from trioserve.engine.api import EngineStatus, GenerationDefaults, Phase
 from trioserve.engine.prompts import Prompts, as_prompt, is_chat
-from trioserve.engine.requests import RequestStream, Sent
+from trioserve.engine.questions import Questions
+from trioserve.engine.registry import Registry
+from trioserve.engine.requests import RequestStream
 from trioserve.engine.startup import StageTree
 from trioserve.engine.tally import StepTally
 from trioserve.engine.watch import Watch
@@ -30,17 +31,14 @@ from trioserve.errors import (
     NotReady,
     QueueFull,
     RequestError,
-    RequestFailed,
     TrioserveError,
 )
 from trioserve.ipc.messages import (
-    Abort,
     Check,
     Checked,
     Command,
     Control,
     Controlled,
-    Delta,
     Ready,
     ReadyInfo,
     Stage,
@@ -79,12 +77,9 @@ class Engine:
         self._prompts: Prompts | None = None
         self._info: ReadyInfo | None = None
         self._stats: StepStats | None = None
-        self._requests: dict[int, RequestStream] = {}
-        self._commands: deque[Command] = deque()
-        self._commands_wake = trio.Event()
+        self._requests = Registry()
+        self._questions = Questions()
         self.try_send: Callable[[Work], bool] | None = None  # the present worker's, if there is one
-        self._aborts: set[int] = set()
-        self._questions: dict[int, _Question] = {}
         self._paused = False
         self._ids = itertools.count()
         self._draining = False
@@ -284,12 +279,7 @@ class Engine:
             bad_words_ids=bad_words_ids,
         )
         stream = RequestStream(work, self.tokenizer, self.abort)
-        self._requests[work.id] = stream
-        at_once = self.try_send if not (self._commands or self._aborts) else None
-        if at_once is not None and at_once(work):
-            stream.sent = Sent.SENT
-        else:
-            self._send(work)
+        self._requests.add(stream, self.try_send)
         return stream
 
     @asynccontextmanager
@@ -318,17 +308,7 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End a request. Idempotent, never fails, never waits."""
-        stream = self._requests.get(request_id)
-        if stream is None:
-            return
-        if stream.sent is Sent.QUEUED:
-            # The writer passes over a Work whose request is gone, so no Abort can overtake it.
-            stream.sent = Sent.ENDED
-            del self._requests[request_id]
-            stream.mailbox.put(Delta(request_id, [], "abort"))  # to a task that waits for it
-        else:
-            self._aborts.add(request_id)
-            self._commands_wake.set()
+        self._requests.abort(request_id)
 
     async def check(self) -> Checked:
         """Ask the worker to check its invariants; for tests and debugging.
@@ -371,12 +351,11 @@ class Engine:
     async def _ask(self, command: Check | Control) -> Checked | Controlled:
         if self._phase is not Phase.READY:
             raise self._not_ready()
-        question = self._questions[command.token] = _Question(command)
-        self._send(command)
-        await question.came.wait()
-        if question.answer is None:
+        self._requests.send(command)
+        answer = await self._questions.ask(command)
+        if answer is None:
             raise self._not_ready()
-        return question.answer
+        return answer
 
     def begin_drain(self) -> None:
         """From now on ``submit`` raises NotReady; what runs goes on."""
@@ -390,21 +369,7 @@ class Engine:
 
         Cancellation loses nothing.
         """
-        while True:
-            await trio.lowlevel.checkpoint_if_cancelled()  # the pipe is a checkpoint for each
-            if self._aborts:
-                ids, self._aborts = sorted(self._aborts), set()
-                return Abort(ids)
-            while self._commands:
-                command = self._commands.popleft()
-                if not isinstance(command, Work):
-                    return command
-                stream = self._requests.get(command.id)
-                if stream is not None:
-                    stream.sent = Sent.SENT
-                    return command
-            self._commands_wake = trio.Event()
-            await self._commands_wake.wait()
+        return await self._requests.next_command()
 
     # ------------------------------------------------- the engine task's side
 
@@ -433,7 +398,7 @@ class Engine:
         self._info = event.info
         self._phase = Phase.READY
         if self._paused:  # before the requests that were kept for this worker
-            self._commands.appendleft(Control(next(self._ids), "pause"))
+            self._requests.send_first(Control(next(self._ids), "pause"))
         self._cause = None
         self._stages.finish()
         if self._ready_after_s is None:
@@ -444,47 +409,15 @@ class Engine:
         """Hand each delta to its request; late ones of requests that are gone are dropped."""
         self._stats = event.stats
         self._steps.add(event.stats)
-        now = 0.0
-        for delta in event.deltas:
-            stream = self._requests.get(delta.id)
-            if stream is None:
-                continue
-            if stream.started_s is None and delta.finish_reason != "abort":
-                # The step that began it is told of at its end.
-                now = now or time.monotonic()
-                stream.started_s = max(stream.created_s, now - event.stats.step_s)
-            if delta.token_ids:
-                stream.last_token_s = now = now or time.monotonic()
-                if stream.first_token_s is None:
-                    stream.first_token_s = now
-            elif delta.finish_reason is None and delta.prompt_logprobs is None:
-                continue
-            if delta.finish_reason is not None:
-                stream.sent = Sent.ENDED
-                self._forget(delta.id)
-            stream.mailbox.put(delta)
+        self._requests.deliver(event)
 
     def on_failed(self, event: WorkFailed) -> None:
         """The worker failed one request."""
-        stream = self._requests.get(event.id)
-        if stream is None:
-            return
-        stream.sent = Sent.ENDED
-        self._forget(event.id)
-        if event.code == "invalid":
-            stream.mailbox.fail(InvalidRequest(event.message))
-        else:
-            logger.error("request %d failed in the worker: %s", event.id, event.message)
-            stream.mailbox.fail(RequestFailed("the request failed inside the engine"))
+        self._requests.fail(event)
 
     def on_answer(self, event: Checked | Controlled) -> None:
         """Answer to ``check``, ``pause``, ``resume`` or ``reset_prefix_cache``."""
-        question = self._questions.pop(event.token, None)
-        if question is None:
-            return
-        question.answer = event
-        question.came.set()
-        command = question.command
+        command = self._questions.answer(event)
         if isinstance(command, Control) and command.action in ("pause", "resume"):
             self._paused = command.action == "pause"
             logger.info("the engine is %s", "paused" if self._paused else "resumed")
@@ -510,22 +443,8 @@ class Engine:
             self._stages.fail(stage)
         self._stats = None
         self.worker_pid = None
-        self._commands.clear()
-        self._aborts.clear()
-        requests, self._requests = self._requests, {}
-        for stream in requests.values():
-            if resubmit and stream.may_be_resubmitted:
-                stream.sent = Sent.QUEUED
-                stream.started_s = None
-                stream.resubmitted = True
-                self._requests[stream.id] = stream
-                self._commands.append(stream.work)
-            else:
-                stream.sent = Sent.ENDED
-                stream.mailbox.fail(error)
-        questions, self._questions = self._questions, {}
-        for question in questions.values():
-            question.came.set()
+        self._requests.end_worker(error, resubmit=resubmit)
+        self._questions.end_worker()
         self._notify()
 
     @property
@@ -560,14 +479,6 @@ class Engine:
             raise self._not_ready()
         return self._prompts
 
-    def _send(self, command: Command) -> None:
-        self._commands.append(command)
-        self._commands_wake.set()
-
-    def _forget(self, request_id: int) -> None:
-        del self._requests[request_id]
-        self._aborts.discard(request_id)
-
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
@@ -584,15 +495,6 @@ class Engine:
                 return NotReady("the engine has failed; the server's log says why")
             case _:
                 return NotReady("the engine is closed")
-
-
-class _Question:
-    """What the worker was asked; ``answer`` stays None if it ends first."""
-
-    def __init__(self, command: Check | Control) -> None:
-        self.command = command
-        self.came = trio.Event()
-        self.answer: Checked | Controlled | None = None
 
 
 def default_name(source: str) -> str:
