@@ -104,8 +104,7 @@ def _emit_block_tile(
                         factor = builder.load(builder.inttoptr(factor, _F32P), align=4)
                         factor = simd._splat(builder, factor, vector)
                         slot = ((step + half) % sets) * rows + row
-                        product = builder.fmul(factor, values, ("contract",))
-                        results[slot] = builder.fadd(product, results[slot], ("contract",))
+                        results[slot] = simd.multiply_add(builder, factor, values, results[slot])
             return results
 
         sets = 4 if rows == 1 else 2 if rows <= 3 else 1
@@ -122,14 +121,13 @@ def _emit_block_tile(
             minimum = simd._load_line(builder, builder.add(base, index(PANEL * 2)), vector, True)
         results = []
         for row, (total, one) in enumerate(zip(totals, sums, strict=True)):
-            total = builder.fadd(builder.fmul(one, scale, ("contract",)), total, ("contract",))
+            total = simd.multiply_add(builder, one, scale, total)
             if minimum is not None:
                 place = builder.add(block_sums, builder.mul(ldsums, index(row)))
                 place = builder.add(place, builder.mul(line, index(4)))
                 weight = builder.load(builder.inttoptr(place, _F32P), align=4)
                 weight = simd._splat(builder, weight, vector)
-                part = builder.fmul(weight, minimum, ("contract",))
-                total = builder.fadd(part, total, ("contract",))
+                total = simd.multiply_add(builder, weight, minimum, total)
             results.append(total)
         return results
 
@@ -173,9 +171,10 @@ def _widen(bits: int):
             def one(at, nothing):
                 place = builder.add(codes, builder.mul(at, index(PANEL)))
                 for half, values in enumerate(load_codes(builder, place, bits)):
-                    values = builder.fmul(values, scale, ("contract",))
-                    if minimum is not None:
-                        values = builder.fadd(values, minimum, ("contract",))
+                    if minimum is None:
+                        values = builder.fmul(values, scale)
+                    else:
+                        values = simd.multiply_add(builder, values, scale, minimum)
                     row = builder.add(at, index(half * BLOCK // 2))
                     place = builder.add(out, builder.mul(row, index(PANEL * 4)))
                     builder.store(values, builder.inttoptr(place, vector.as_pointer()), align=4)

@@ -59,9 +59,8 @@ def _emit_tile(builder, vector, rows, unroll, half, a, lda, b, ldb, c, ldc, k, a
                 factor = builder.add(a, builder.mul(lda, _index(row)))
                 factor = builder.add(factor, builder.mul(column, _index(4)))
                 factor = builder.load(builder.inttoptr(factor, F32.as_pointer()), align=4)
-                product = builder.fmul(_splat(builder, factor, vector), line, ("contract",))
-                total = sums[step * rows + row]
-                results.append(builder.fadd(product, total, ("contract",)))
+                factor = _splat(builder, factor, vector)
+                results.append(multiply_add(builder, factor, line, sums[step * rows + row]))
         return results
 
     sums = [zeros] * (rows * unroll)
@@ -134,6 +133,20 @@ def prefetch(builder, address):
     flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]  # to read, into all caches, data
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *flags)
+
+
+def multiply_add(builder, value, factor, addend):
+    """value * factor + addend in one instruction where the processor has one; float32, or vectors.
+
+    For aarch64, where all have it, LLVM joins the two only if it is told to; for x86-64 being told
+    to would be a call of the C library where there is none.
+    """
+    if processor.MACHINE == "aarch64":
+        kind = value.type
+        suffix = "f32" if kind == F32 else f"v{kind.count}f32"
+        return call(builder, f"llvm.fma.{suffix}", kind, value, factor, addend)
+    product = builder.fmul(value, factor, ("contract",))
+    return builder.fadd(product, addend, ("contract",))
 
 
 def call(builder, name, result, *args, flags=()):
@@ -218,14 +231,13 @@ def exp_f32(typing_context, x):
         clamped = builder.select(builder.fcmp_ordered(">", x, low), x, low)  # NaN becomes low
         clamped = builder.select(builder.fcmp_ordered("<", clamped, high), clamped, high)
         floor = builder.module.declare_intrinsic("llvm.floor", [F32])
-        scaled = _multiply_add(builder, clamped, 1.4426950408889634, _const(0.5))
+        scaled = multiply_add(builder, clamped, _const(1.4426950408889634), _const(0.5))
         whole = builder.call(floor, [scaled])
-        rest = _multiply_add(builder, whole, -0.693145751953125, x)
-        rest = _multiply_add(builder, whole, -1.428606765330187e-06, rest)
+        rest = multiply_add(builder, whole, _const(-0.693145751953125), x)
+        rest = multiply_add(builder, whole, _const(-1.428606765330187e-06), rest)
         value = _const(_EXP_TERMS[0])
         for term in _EXP_TERMS[1:]:
-            value = builder.fmul(value, rest, ("contract",))
-            value = builder.fadd(value, _const(term), ("contract",))
+            value = multiply_add(builder, value, rest, _const(term))
         power = builder.add(builder.fptosi(whole, I32), ir.Constant(I32, 127))
         scale = builder.bitcast(builder.shl(power, ir.Constant(I32, 23)), F32)
         value = builder.fmul(value, scale)
@@ -237,10 +249,6 @@ def exp_f32(typing_context, x):
 
 def _const(value):
     return ir.Constant(F32, value)
-
-
-def _multiply_add(builder, value, factor, addend):
-    return builder.fadd(builder.fmul(value, _const(factor), ("contract",)), addend, ("contract",))
 
 
 @intrinsic
