@@ -36,8 +36,8 @@ DEPTH = 512  # inputs of a panel that are widened at once
 TILE_DEPTH = 1536  # the same for the tile unit, 192 KiB: most panels whole, and x beside it in L2
 FEW_ROWS = 6  # beyond it, widening a panel once is quicker (measured: 12 rows 23 ms against 28)
 # The same where codes are multiplied as bytes (measured against the tile unit: a step of 8 rows
-# 12 ms against 22, one of 32 rows 48 against 40). Counted in instructions for 32 inputs of a row and
-# panel, NEON needs 240 to 280; on a panel widened once it is 300 for each of 8 rows, 250 of 12.
+# 12 ms against 22, one of 32 rows 48 against 40). Counted in instructions for 32 inputs of a row
+# and panel, NEON needs 240 to 280; on a panel widened once it is 300 for each of 8 rows, 250 of 12.
 BYTE_ROWS = 8 if digits.NEON else 16
 
 _FIELDS = (
