@@ -306,7 +306,6 @@ class Decoder:
         self._caches: list[tuple[Tensor, Tensor]] | None = None
         p.norms, p.linears = self._norms.ctypes.data, self._linears.ctypes.data
         p.attentions = self._attentions.ctypes.data
-        self._rows = 0
         self._set_weights()
         self._reserve(64)
 
