@@ -274,7 +274,8 @@ class Decoder:
         self._layers = layers
         self._attention = attention
         self._threads, self._exact, self._tiles = team.threads, team.exact, team.tiles
-        self._byte_products, self._parts = team.byte_products, team.parts
+        self._byte_products, self._word_products = team.byte_products, team.word_products
+        self._parts = team.parts
         self._params = p = Params()
         first = layers[0]
         q_heads = attention.kv_heads * attention.group
@@ -392,7 +393,7 @@ class Decoder:
                 line["outputs"], line["panels"] = outputs, packed.count
                 line["panels_per_unit"] = max(1, packed.count // (self._threads * 8))
                 line["exact"], line["byte_products"] = self._exact, self._byte_products
-                line["parts"] = self._parts
+                line["parts"], line["word_products"] = self._parts, self._word_products
                 line["threads"], line["add"] = self._threads, which in (OUTPUT, DOWN)
                 line["counter"] = self._counters[index, which].ctypes.data
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from trioserve.kernels.cpu import amx, blocks, digits, simd
+from trioserve.kernels.cpu import amx, blocks, digits, simd, words
 from trioserve.kernels.cpu.blocks import HALF, Q4_BYTES, Q8_BYTES
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks
 from trioserve.kernels.cpu.rows import rms_norm
@@ -39,11 +39,14 @@ FEW_ROWS = 6  # beyond it, widening a panel once is quicker (measured: 12 rows 2
 # 12 ms against 22, one of 32 rows 48 against 40). Counted in instructions for 32 inputs of a row
 # and panel, NEON needs 240 to 280; on a panel widened once it is 300 for each of 8 rows, 250 of 12.
 BYTE_ROWS = 8 if digits.NEON else 16
+# The same where they are multiplied as words.
+WORD_ROWS = 8
+WORD_LINES = 16  # of a panel that are widened to words at once, 18 KiB of AVX2's panels
 
 _FIELDS = (
     *("x", "x_stride", "weight", "bias", "out", "rows", "inputs", "outputs", "panels"),
     *("panels_per_unit", "scratch", "scratch_stride", "counter", "threads", "add", "kind", "exact"),
-    *("split", "tiles", "parts", "byte_products", "records", "raw", "norm"),
+    *("split", "tiles", "parts", "byte_products", "word_products", "records", "raw", "norm"),
 )
 
 
@@ -53,9 +56,10 @@ class Params(ctypes.Structure):
     row's result does not depend on how many rows there are, to the bit. ``split`` is where rows of
     x are split for the tile unit, or 0 to do without it; ``tiles`` its configuration; ``parts`` how
     many values of bfloat16 it takes for one. With ``byte_products`` few rows times codes are
-    computed in whole numbers; ``records`` is where those of more than FEW_ROWS are shared. The
-    kernel of one product first takes the norm of rows at ``raw``, which gives those at ``x``;
-    ``norm`` is where its weights and eps lie, or 0 to do without."""
+    computed in whole numbers of 24 bits, with ``word_products`` all others in those of 16 unless
+    the tile unit does them; ``records`` is where those of more than FEW_ROWS are shared. The kernel
+    of one product first takes the norm of rows at ``raw``, which gives those at ``x``; ``norm`` is
+    where its weights and eps lie, or 0 to do without."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
@@ -145,7 +149,9 @@ def _panel(p, panel, scratch):
     if width < PANEL:  # the last one goes through a place of its own
         out = scratch + DEPTH * PANEL * 4
         stride, add = PANEL, 0
-    if _are_few(p):
+    if _as_words(p):
+        _word_panel(p, weight, out, stride, add, scratch)
+    elif _are_few(p):
         _few_rows(p, weight, out, stride, add, _prepared(p, scratch))
     elif on_tiles(p):
         _tile_panel(p, weight, out, stride, add, scratch)
@@ -167,6 +173,38 @@ def _are_few(p):
     """Whether the weights are used as they are read."""
     most = BYTE_ROWS if p.kind != HALF and p.byte_products != 0 else FEW_ROWS
     return p.rows <= most and p.exact == 0
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _as_words(p):
+    """Whether codes are multiplied in whole numbers of 16 bits."""
+    if p.kind == HALF or p.word_products == 0 or on_tiles(p):
+        return False
+    return p.byte_products == 0 or p.rows > BYTE_ROWS
+
+
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
+def _word_panel(p, weight, out, stride, add, scratch):
+    """All rows against one panel of codes in whole numbers of 16 bits."""
+    records, lines = _prepared(p, scratch), p.inputs // BLOCK
+    step = lines * words.RECORD
+    if p.rows <= WORD_ROWS:
+        if p.kind == Q4:
+            words.q4_product(p.rows, records, step, weight, out, stride, lines, add)
+        else:
+            words.q8_product(p.rows, records, step, weight, out, stride, lines, add)
+        return
+    for first in range(0, lines, WORD_LINES):
+        count = min(WORD_LINES, lines - first)
+        for line in range(count):
+            target = scratch + line * words.LINE_BYTES
+            if p.kind == Q4:
+                words.widen_q4(weight + (first + line) * Q4_BYTES, target)
+            else:
+                words.widen_q8(weight + (first + line) * Q8_BYTES, target)
+        more = 1 if first > 0 else add
+        x = records + first * words.RECORD
+        words.words_product(p.rows, x, step, scratch, out, stride, count, more)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -194,7 +232,7 @@ def _few_rows(p, weight, out, stride, add, prepared):
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def _prepare_rows(p, thread, prepared):
-    """What ``_few_rows`` needs of x beside x itself: the integers, or sums of blocks.
+    """What few rows and words need of x beside x itself: the integers, or sums of blocks.
 
     A thread makes them all for itself sooner than it would meet the others, unless there are many.
     """
@@ -202,10 +240,17 @@ def _prepare_rows(p, thread, prepared):
     if p.rows > FEW_ROWS:
         threads = max(1, team_size()) if p.threads > 1 else 1
         first, last = p.rows * thread // threads, p.rows * (thread + 1) // threads
-        x, records = p.x + first * p.x_stride * 4, prepared + first * lines * digits.RECORD
-        digits.write_rows(p.kind, last - first, x, p.x_stride, lines, records)
+        x = p.x + first * p.x_stride * 4
+        if _as_words(p):
+            records = prepared + first * lines * words.RECORD
+            words.write_rows(last - first, x, p.x_stride, lines, records)
+        else:
+            records = prepared + first * lines * digits.RECORD
+            digits.write_rows(p.kind, last - first, x, p.x_stride, lines, records)
         if p.threads > 1:
             team_barrier()
+    elif _as_words(p):
+        words.write_rows(p.rows, p.x, p.x_stride, lines, prepared)
     elif p.kind != HALF and p.byte_products != 0:
         digits.write_rows(p.kind, p.rows, p.x, p.x_stride, lines, prepared)
     elif p.kind == Q4:
@@ -265,7 +310,7 @@ def _add_bias(p, first, width):
 def product_share(p, thread):
     """One thread's panels, taken as they come."""
     scratch = p.scratch + thread * p.scratch_stride
-    if _are_few(p):
+    if _are_few(p) or _as_words(p):
         _prepare_rows(p, thread, _prepared(p, scratch))
     tiled = on_tiles(p)
     if tiled:
@@ -343,7 +388,7 @@ class PanelProduct:
         p.threads = team.threads
         p.counter = ctypes.addressof(self._counter)
         p.exact, p.parts = team.exact, team.parts
-        p.byte_products = team.byte_products
+        p.byte_products, p.word_products = team.byte_products, team.word_products
         self._tiles = team.tiles
         self._max_rows = self._max_inputs = 0
 
@@ -414,7 +459,8 @@ def scratch_bytes(rows: int, inputs: int) -> int:
 
 def record_bytes(rows: int, inputs: int) -> int:
     """What all threads share of rows in whole numbers."""
-    return min(rows, BYTE_ROWS) * -(-inputs // BLOCK) * digits.RECORD
+    size = max(min(rows, BYTE_ROWS) * digits.RECORD, rows * words.RECORD)
+    return size * -(-inputs // BLOCK)
 
 
 def split_bytes(rows: int, inputs: int) -> int:

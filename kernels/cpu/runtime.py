@@ -46,13 +46,16 @@ class Team:
         tiles: use the processor's tile unit if there is one. ``exact`` does without: few rows go to
             the vector unit, whose digits are others.
         byte_products: use the processor's products of bytes if there are any; not with ``exact``.
+        word_products: use its products of words of 16 bits if there are any; ``exact`` may, for
+            what a row gets of them is the same in any company.
         rounded: where the tile unit does a product, round what is multiplied to bfloat16 instead of
             taking two parts of it: one product for three. What a row gets then depends on whether
             there are few or many.
 
     Attributes:
         tiles: the configuration of the tile unit, or None.
-        byte_products: whether few rows times codes are computed in whole numbers.
+        byte_products: whether few rows times codes are computed in whole numbers of 24 bits.
+        word_products: whether all others are in whole numbers of 16 bits, but for those of tiles.
         parts: bfloat16 values that stand for one in products of the tile unit, 1 or 2.
     """
 
@@ -64,6 +67,7 @@ class Team:
         exact: bool = False,
         tiles: bool = True,
         byte_products: bool = True,
+        word_products: bool = True,
         rounded: bool = False,
     ) -> None:
         openmp = _openmp()
@@ -72,6 +76,7 @@ class Team:
         self.exact = exact
         self.tiles = _tile_unit() if tiles and not exact else None
         self.byte_products = byte_products and not exact and _has_byte_products()
+        self.word_products = word_products and _has_word_products()
         self.parts = 1 if rounded and self.tiles is not None else 2
         self._cache = cache
         self.num_compiled = 0
@@ -125,6 +130,7 @@ class Team:
             else []
         )
         units += [", byte products"] if self.byte_products else []
+        units += [", word products"] if self.word_products else []
         return (
             f"{self.num_compiled} kernels compiled, {self.num_loaded} from the cache; "
             f"{self.threads} threads, {threads}{''.join(units)}"
@@ -240,6 +246,12 @@ def _has_byte_products() -> bool:
     from trioserve.kernels.cpu import digits  # which imports this module
 
     return digits.PRESENT
+
+
+def _has_word_products() -> bool:
+    from trioserve.kernels.cpu import words
+
+    return words.PRESENT
 
 
 def _openmp() -> dict[str, int]:

@@ -209,6 +209,12 @@ class KernelsConfig:
     attention: Literal["auto", "numba", "torch"] = setting(
         "auto", "Attention backend on CPU; `auto` takes the first that works and logs it."
     )
+    instructions: Literal["auto", "avx2", "avx512", "vnni", "amx"] = setting(
+        "auto",
+        "The most of a processor's instructions that the worker uses, each with those before it: "
+        "`vnni` are products of bytes, `amx` the tile unit. For machines of several kinds that "
+        "shall answer alike. More than the processor has is an error.",
+    )
 
 
 @frozen(kw_only=True)

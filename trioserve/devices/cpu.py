@@ -14,6 +14,7 @@ from pathlib import Path
 from attrs import frozen
 
 from trioserve.config.schema import Config
+from trioserve.devices.instructions import LEVELS, limit
 
 FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512vbmi", "avx512_vnni", "amx_tile", "amx_bf16"),
@@ -32,7 +33,8 @@ class Processor:
     """What the machine has and what this process may use of it."""
 
     machine: str  # "x86_64", "aarch64"
-    features: tuple[str, ...]  # of FEATURES
+    features: tuple[str, ...]  # of FEATURES, those that may be used
+    limited: bool  # whether there might be more, but for [kernels] instructions
     threads: int  # compute threads
     reason: str  # where the number of threads comes from
 
@@ -44,14 +46,23 @@ class Processor:
     def describe(self) -> str:
         """One line for the log."""
         features = " ".join(self.features) or "no vector extensions known here"
-        return f"{self.machine} ({features}), {self.threads} threads ({self.reason})"
+        limit = "; no more by [kernels] instructions" if self.limited else ""
+        return f"{self.machine} ({features}{limit}), {self.threads} threads ({self.reason})"
 
 
 def detect(config: Config, root: Path = Path("/")) -> Processor:
     """Look at the processor. ``root`` is where proc and sys are found."""
     threads, reason = thread_count(config, root)
+    wanted = config.kernels.instructions
+    present = _flags(root)
+    if wanted != "auto":
+        present &= frozenset(LEVELS[wanted].needs)
     return Processor(
-        machine=platform.machine(), features=_features(root), threads=threads, reason=reason
+        machine=platform.machine(),
+        features=tuple(feature for feature in FEATURES if feature in present),
+        limited=wanted != "auto",
+        threads=threads,
+        reason=reason,
     )
 
 
@@ -64,7 +75,11 @@ def prepare_environment(config: Config, root: Path = Path("/")) -> None:
     to keep the server's parent process from the processor. What the user has set stays.
 
     With ``threads`` "auto" on a machine of several memory nodes the process keeps to one of them.
+
+    Raises:
+        ModelError: the processor has less than ``[kernels] instructions`` names.
     """
+    limit(config.kernels.instructions, _flags(root), os.environ)
     threads, _ = thread_count(config, root)
     for name, value in (
         ("OMP_NUM_THREADS", str(threads)),
@@ -160,14 +175,14 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
     free = info.get("MemAvailable", info.get("MemFree", 0)) * 1024
     if _read_int(root / "proc/sys/vm/overcommit_memory") == 2:
         free = min(free, (info["CommitLimit"] - info["Committed_AS"]) * 1024)
-    for limit, used in _memory_groups(root):
-        total = min(total, limit)
-        free = min(free, limit - used)
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
+    for most, used in _memory_groups(root):
+        total = min(total, most)
+        free = min(free, most - used)
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
         pages = (root / "proc/self/statm").read_text().split()[0]
-        total = min(total, limit)
-        free = min(free, limit - int(pages) * resource.getpagesize())
+        total = min(total, most)
+        free = min(free, most - int(pages) * resource.getpagesize())
     return total, max(0, free)
 
 
@@ -233,13 +248,13 @@ def _with_parents(base: Path, path: str) -> list[Path]:
     return [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
 
 
-def _features(root: Path) -> tuple[str, ...]:
+def _flags(root: Path) -> frozenset[str]:
+    """All that the processor is said to have."""
     for line in _lines(root / "proc/cpuinfo"):
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            present = set(value.split())
-            return tuple(feature for feature in FEATURES if feature in present)
-    return ()
+            return frozenset(value.split())
+    return frozenset()
 
 
 def _lines(path: Path) -> list[str]:
