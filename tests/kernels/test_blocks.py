@@ -193,5 +193,7 @@ def test_layers_of_mixed_kinds_equal_float64(make_batch, team):
         caches = [attention.new_cache(batch.num_blocks) for _ in layers]
         outcome = decoder(token_ids, context.positions, rotations, caches, torch.arange(n))
         scale = np.abs(expected).max()
-        error = 1e-4 if team.parts == 2 or n <= FEW_ROWS else 1e-1
+        error = 5e-4 if team.word_products and team.tiles is None else 1e-4
+        if team.parts == 1 and n > FEW_ROWS:
+            error = 1e-1
         np.testing.assert_allclose(outcome, expected, atol=error * scale, rtol=10 * error)

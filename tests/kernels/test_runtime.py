@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trioserve.errors import ModelError
-from trioserve.kernels.cpu import digits, simd
+from trioserve.kernels.cpu import digits, simd, words
 from trioserve.kernels.cpu.runtime import Team, next_unit, team_barrier, thread_index
 from trioserve.models.attention import KVCacheSpec, make_backend
 
@@ -58,6 +58,12 @@ def test_exact_results_do_without_units_whose_digits_are_others():
     team = Team(1, None, exact=True)
     assert (team.tiles, team.byte_products) == (None, False)
     assert "byte products" not in team.describe()
+
+
+def test_words_are_for_exact_results_too():
+    assert Team(1, None, exact=True).word_products == Team(1, None).word_products == words.PRESENT
+    assert ("word products" in Team(1, None).describe()) == words.PRESENT
+    assert not Team(1, None, word_products=False).word_products
 
 
 def test_the_log_tells_of_byte_products_where_they_are_used():

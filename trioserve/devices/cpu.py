@@ -54,7 +54,7 @@ def detect(config: Config, root: Path = Path("/")) -> Processor:
     """Look at the processor. ``root`` is where proc and sys are found."""
     threads, reason = thread_count(config, root)
     wanted = config.kernels.instructions
-    present = _flags(root)
+    present = flags(root)
     if wanted != "auto":
         present &= frozenset(LEVELS[wanted].needs)
     return Processor(
@@ -79,7 +79,7 @@ def prepare_environment(config: Config, root: Path = Path("/")) -> None:
     Raises:
         ModelError: the processor has less than ``[kernels] instructions`` names.
     """
-    limit(config.kernels.instructions, _flags(root), os.environ)
+    limit(config.kernels.instructions, flags(root), os.environ)
     threads, _ = thread_count(config, root)
     for name, value in (
         ("OMP_NUM_THREADS", str(threads)),
@@ -248,7 +248,7 @@ def _with_parents(base: Path, path: str) -> list[Path]:
     return [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
 
 
-def _flags(root: Path) -> frozenset[str]:
+def flags(root: Path = Path("/")) -> frozenset[str]:
     """All that the processor is said to have."""
     for line in _lines(root / "proc/cpuinfo"):
         name, _, value = line.partition(":")
