@@ -37,22 +37,25 @@ def pack(weight: Blocks) -> Tensor:
     """Codes [out, in] to panels, uint8 [panels, in / 32, LINE_BYTES[bits]]."""
     outputs, inputs = weight.shape
     lines, panels = inputs // BLOCK, -(-outputs // PANEL)
-
-    def in_panels(values: Tensor, width: int) -> Tensor:
-        """[out, lines * width] to [panels, lines, width * PANEL bytes]."""
-        whole = values.new_zeros(panels * PANEL, values.shape[1])
-        whole[:outputs] = values
-        whole = whole.view(panels, PANEL, lines, width).permute(0, 2, 3, 1).contiguous()
-        return whole.view(panels, lines, -1).view(torch.uint8)
-
-    parts = [in_panels(weight.scales, 1)]
+    parts = [(weight.scales, 1)]
     if weight.minima is None:
-        parts.append(in_panels(weight.codes, BLOCK))
+        parts.append((weight.codes, BLOCK))
     else:
         halves = weight.codes.view(outputs, lines, 2, BLOCK // 2)
         nibbles = halves[:, :, 0] | (halves[:, :, 1] << 4)
-        parts += [in_panels(weight.minima, 1), in_panels(nibbles.flatten(1), BLOCK // 2)]
-    return torch.cat(parts, -1)
+        parts += [(weight.minima, 1), (nibbles.flatten(1), BLOCK // 2)]
+    packed = torch.empty(panels, lines, LINE_BYTES[weight.bits], dtype=torch.uint8)
+    first = 0
+    for values, width in parts:  # [out, lines * width] to [panels, lines, width, PANEL]
+        if outputs % PANEL:
+            whole = values.new_zeros(panels * PANEL, values.shape[1])
+            whole[:outputs] = values
+            values = whole
+        last = first + width * PANEL * values.itemsize
+        target = packed[:, :, first:last].view(values.dtype).unflatten(-1, (width, PANEL))
+        target.copy_(values.view(panels, PANEL, lines, width).permute(0, 2, 3, 1))
+        first = last
+    return packed
 
 
 def _block_tile(rows: int, bits: int, unroll: int):

@@ -5,12 +5,15 @@ What loaders make and kernels pack; torch alone, so that no compiler is needed t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from attrs import frozen
 from torch import Tensor
 
 BLOCK = 32  # inputs that share a scale
 Q8, Q4 = 8, 4  # bits of a code
+PIECE = 1 << 18  # elements that are quantized at once: 1 MiB, and enough for each thread
 
 
 @frozen(eq=False)
@@ -59,9 +62,19 @@ class Blocks:
 
 
 def quantize_q8(weight: Tensor) -> Blocks:
-    """float32 [out, in], ``in`` a multiple of 32, to 8 bits, the largest of a block being 127."""
-    groups = weight.unflatten(-1, (-1, BLOCK))
-    scales = (groups.abs().amax(-1) / 127).half()
-    divisor = scales.float().unsqueeze(-1)
-    codes = torch.where(divisor > 0, groups / divisor, 0.0).round_().clamp_(-127, 127)
-    return Blocks(Q8, codes.to(torch.int8).flatten(-2), scales, None)
+    """float32 [out, in], ``in`` a multiple of 32, to 8 bits, the largest of a block being 127.
+
+    In pieces of some rows, so that what is made of one on the way stays in the caches.
+    """
+    outputs, inputs = weight.shape
+    codes = torch.empty(outputs, inputs, dtype=torch.int8)
+    scales = torch.empty(outputs, inputs // BLOCK, dtype=torch.float16)
+    rows = max(1, PIECE // inputs)
+    for first in range(0, outputs, rows):
+        groups = weight[first : first + rows].unflatten(-1, (-1, BLOCK))
+        piece = scales[first : first + rows].copy_(groups.abs().amax(-1).div_(127))
+        divisor = piece.float()
+        divisor.masked_fill_(divisor == 0, math.inf)  # zeros, or too small for a scale
+        values = (groups / divisor.unsqueeze(-1)).round_().clamp_(-127, 127)
+        codes[first : first + rows] = values.flatten(-2)
+    return Blocks(Q8, codes, scales, None)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trioserve.kernels.cpu import codes as codes_module
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks, quantize_q8
 from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder, reference
 from trioserve.kernels.cpu.paged_attention import PagedAttention
@@ -125,6 +126,19 @@ def test_quantizing_to_8_bits_rounds_to_the_nearest_code():
     limit = weight.abs().view(64, -1, BLOCK).amax(-1, keepdim=True) / 127 * 0.51
     assert bool((error <= limit.clamp(min=1e-8)).all())
     assert not blocks.dequantized()[3].any()
+
+
+def test_quantizing_in_pieces_changes_nothing(monkeypatch):
+    weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(3))
+    weight[7, 32:64] = 0.0
+    whole = quantize_q8(weight)
+    for piece in (1, 96 * 7, 96 * 50):
+        monkeypatch.setattr(codes_module, "PIECE", piece)
+        pieces = quantize_q8(weight)
+        assert torch.equal(pieces.codes, whole.codes)
+        assert torch.equal(pieces.scales, whole.scales)
+    assert not whole.codes[7, 32:64].any()
+    assert not whole.dequantized()[7, 32:64].any()
 
 
 def test_codes_that_came_from_8_bits_are_found_again():
