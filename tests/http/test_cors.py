@@ -32,6 +32,19 @@ async def test_off_unless_set() -> None:
             assert "vary" not in answer.headers
 
 
+async def test_options_of_a_route_are_its_methods_and_nothing_else() -> None:
+    async with serving() as served:
+        for path, methods in [
+            ("/v1/completions", {"POST", "OPTIONS"}),
+            ("/v1/models", {"GET", "HEAD", "OPTIONS"}),
+        ]:
+            answer = await served.call("OPTIONS", path)
+            assert (answer.status, answer.body) == (200, b"")
+            assert set(answer.headers["allow"].split(", ")) == methods
+            assert "content-type" not in answer.headers
+        assert (await served.call("OPTIONS", "/nowhere")).status == 404
+
+
 async def test_off_and_with_a_key_a_preflight_learns_nothing() -> None:
     async with serving(api_keys=(KEY,)) as served:
         for path in ("/v1/completions", "/nowhere"):

@@ -103,6 +103,12 @@ class App(QuartTrio):
             return _ReplyResponse(result)
         return await super().make_response(result)
 
+    async def make_default_options_response(self) -> Any:
+        """As quart's, without the type of a body that there is not."""
+        response = await super().make_default_options_response()
+        del response.headers["Content-Type"]
+        return response
+
     async def handle_user_exception(
         self, error: Exception | BaseExceptionGroup[BaseException]
     ) -> Any:

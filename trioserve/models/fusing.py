@@ -20,7 +20,7 @@ log = logging.getLogger("trioserve.kernels")
 
 ATTENTION = ("plan", "attend")
 LAYERS = ("panel_product", "decoder", "best")
-COSTS = {"attend": 7.0, "panel_product": 6.0, "decoder": 1.0, "best": 0.5, "plan": 0.5}
+COSTS = {"panel_product": 8.0, "attend": 5.0, "decoder": 1.0, "best": 0.5, "plan": 0.5}
 """What each kernel takes to compile, as seconds or anything else: to share them out evenly."""
 COST_OF_PROCESS = 1.5  # it imports torch and numba first
 _CHILD = ("trioserve.models.lifeline", "trioserve.kernels.cpu.compiler")
