@@ -30,6 +30,7 @@ from trioserve.config.schema import (
     SchedulerConfig,
 )
 from trioserve.devices.cpu import detect, prepare_environment
+from trioserve.devices.instructions import LEVELS
 from trioserve.models.resolve import resolve_model
 from trioserve.models.spec import ModelSpec
 
@@ -63,7 +64,7 @@ def settings_of(args: argparse.Namespace, cases: list[Case], spec: ModelSpec) ->
     return Config(
         model=ModelConfig(source=args.source, weights=args.weights),
         engine=EngineConfig(threads=args.threads, deterministic=args.deterministic),
-        kernels=KernelsConfig(attention=args.attention),
+        kernels=KernelsConfig(attention=args.attention, instructions=args.instructions),
         cache=CacheConfig(memory=size, block_size=BLOCK_SIZE, prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=max(32, *args.streams)),
     )
@@ -88,12 +89,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(args.threads)
-    machine = measure_machine(num_bytes=args.copied_bytes, side=args.side)
+    limits = {"num_bytes": args.copied_bytes, "side": args.side}
+    if args.instructions != "auto":
+        limits["used"] = LEVELS[args.instructions].needs
+    machine = measure_machine(**limits)
     loop = StepLoop(resolved, settings)
     try:
         lines = [loop.measure(case, args.seconds) for case in cases]
         info, runner = loop.runner.info(), loop.runner
-        again = measure_machine(num_bytes=args.copied_bytes, side=args.side)
+        again = measure_machine(**limits)
     finally:
         loop.close()
     machine = machine.or_better(again)
@@ -143,6 +147,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", default=DEFAULT_SOURCE)
     parser.add_argument("--attention", choices=["auto", "numba", "torch"], default="auto")
     parser.add_argument("--weights", default="auto", help="as [model] weights")
+    parser.add_argument(
+        "--instructions",
+        choices=["auto", *LEVELS],
+        default="auto",
+        help="as [kernels] instructions",
+    )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=1.5, help="of each kind of step")
