@@ -3,6 +3,9 @@
 Layout of one layer's cache, float32, ``lanes`` = head_dim rounded up to 16:
     keys    [num_blocks, kv_heads, head_dim, block_size]   transposed: 16 tokens are one vector
     values  [num_blocks, kv_heads, block_size, lanes]
+Where there is a tile unit each number is two of bfloat16 (a last dimension of 2, the low part
+first), and ``trioserve.kernels.cpu.tile_attention`` does the work on them; else
+``trioserve.kernels.cpu.vector_attention`` does.
 
 The work is cut into items, each times every KV head: a tile of one row's queries against a span of
 its context. A long context is cut into spans of ``SPAN`` tokens for decode rows, so that both
@@ -13,8 +16,7 @@ With ``exact`` a token's result is the same to the bit however its row is cut in
 no context is cut into spans, segments begin at multiples of SEGMENT, keys in a token's future have
 weight 0, and each sum goes in the order of its terms.
 
-Where there is a tile unit, items of prefill rows have more queries and their products go there
-(``trioserve.kernels.cpu.tile_attention``).
+With the tile unit items of prefill rows have more queries.
 """
 
 from __future__ import annotations
@@ -27,20 +29,21 @@ import numba
 import numpy as np
 import torch
 
-from trioserve.kernels.cpu import amx, simd, tile_attention
+from trioserve.kernels.cpu import amx, simd, tile_attention, vector_attention
 from trioserve.kernels.cpu.runtime import (
     FASTMATH,
     LINE,
     Kernel,
     Team,
+    aligned_bytes,
     next_unit,
     team_barrier,
     thread_index,
 )
+from trioserve.kernels.cpu.vector_attention import SEGMENT
 
 SPAN = 256  # context tokens of one item of a decode row
-SEGMENT = 128  # context tokens whose scores are held at once
-QUERIES = 24  # query vectors of one tile, about: tokens × heads per KV head
+STORED = 16  # tokens whose keys and values one thread stores at a time
 ITEM = 6  # int32 values an item: row, first query, queries, first key, last key, part
 
 
@@ -94,173 +97,51 @@ def reference(query, key_cache, value_cache, table, start, scale):
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _exact_product(rows, a, lda, b, ldb, c, ldc, k, accumulate):
-    """As ``_product``, every sum in the order of k."""
-    row = 0
-    while rows - row >= 6:
-        simd.exact6(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
-        row += 6
-    if rows - row >= 4:
-        simd.exact4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
-        row += 4
-    while row < rows:
-        simd.exact1(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
-        row += 1
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _product(rows, a, lda, b, ldb, c, ldc, k, accumulate):
-    """C[rows, 16] (+)= A[rows, k] · B[k, 16]."""
-    row = 0
-    while rows - row >= 6:
-        simd.tile6(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, accumulate)
-        row += 6
-    left = rows - row
-    a += row * lda * 4
-    c += row * ldc * 4
-    if left >= 4:
-        simd.tile4(a, lda, b, ldb, c, ldc, k, accumulate)
-        a += 4 * lda * 4
-        c += 4 * ldc * 4
-        left -= 4
-    if left == 3:
-        simd.tile3(a, lda, b, ldb, c, ldc, k, accumulate)
-    elif left == 2:
-        simd.tile2(a, lda, b, ldb, c, ldc, k, accumulate)
-    elif left == 1:
-        simd.tile1(a, lda, b, ldb, c, ldc, k, accumulate)
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _narrow_product(rows, a, lda, b, ldb, c, ldc, k, exact):
-    """C[rows, 8] = A[rows, k] · B[k, 8]; every sum in the order of k if ``exact``."""
-    row = 0
-    if exact != 0:
-        while rows - row >= 4:
-            simd.exact_narrow4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
-            row += 4
-        while row < rows:
-            simd.exact_narrow1(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
-            row += 1
-    while rows - row >= 4:
-        simd.narrow4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
-        row += 4
-    while row < rows:
-        simd.narrow1(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, 0)
-        row += 1
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _store(p, token):
-    """Write one token's keys and values into its slot."""
-    dim, size = p.head_dim, p.block_size
-    slot = numba.carray(simd.int64s(p.slots), p.num_tokens)[token]
-    block, offset = slot // size, slot % size
-    key = p.key + token * p.key_stride * 4
-    value = p.value + token * p.value_stride * 4
-    for head in range(p.kv_heads):
-        line = block * p.kv_heads + head
-        source = numba.carray(simd.floats(key + head * dim * 4), dim)
-        column = numba.carray(simd.floats(p.keys + (line * dim * size + offset) * 4), dim * size)
-        for j in range(dim):
-            column[j * size] = source[j]
-        source = numba.carray(simd.floats(value + head * dim * 4), dim)
-        target = numba.carray(simd.floats(p.values + (line * size + offset) * p.lanes * 4), dim)
-        for j in range(dim):
-            target[j] = source[j]
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _load_queries(p, first, count, head, queries, scale):
-    """Copy a tile's query vectors together, token by token and head by head, times ``scale``."""
-    target = numba.carray(simd.floats(queries), count * p.group * p.head_dim)
-    width = p.group * p.head_dim
-    for token in range(count):
-        source = numba.carray(
-            simd.floats(p.query + ((first + token) * p.query_stride + head * width) * 4), width
+def _attend_tiles(p, item, head, token, position, table, scratch, scale, ahead):
+    """``_attend`` on the tile unit. ``position`` is that of the first query."""
+    _, _, num_queries, first_key, last_key, part = item
+    rows = num_queries * p.group
+    if rows <= tile_attention.FEW:
+        states, sums = tile_attention.attend_few(
+            p, table, head, token, position, rows, first_key, last_key, scratch, scale, ahead
         )
-        for j in range(width):
-            target[token * width + j] = source[j] * scale
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _scores(p, table, head, first, count, queries, rows, scores):
-    """scores[rows, SEGMENT] of ``count`` keys from position ``first``, a multiple of 16.
-
-    Columns past ``count`` may hold anything.
-    """
-    width = min(p.block_size, simd.WIDTH)
-    for column in range(0, count, width):
-        position = first + column
-        line = table[position // p.block_size] * p.kv_heads + head
-        tile = p.keys + (line * p.head_dim * p.block_size + position % p.block_size) * 4
-        target = scores + column * 4
-        dim, size = p.head_dim, p.block_size
-        if width != simd.WIDTH:
-            _narrow_product(rows, queries, dim, tile, size, target, SEGMENT, dim, p.exact)
-        elif p.exact != 0:
-            _exact_product(rows, queries, dim, tile, size, target, SEGMENT, dim, 0)
-        else:
-            _product(rows, queries, dim, tile, size, target, SEGMENT, dim, 0)
-
-
-@numba.njit(fastmath=FASTMATH | {"nnan"}, error_model="numpy")
-def _largest(scores, count, largest):
-    """The maximum. A NaN may be passed over: the weights made with it still are NaN."""
-    for t in range(count):
-        if scores[t] > largest:
-            largest = scores[t]
-    return largest
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _softmax(scores, count, valid, state, row, sums, lanes):
-    """Turn one row of scores into weights relative to its running maximum.
-
-    ``[valid, count)`` lie in the row's future: weight 0. Sums so far are scaled to the new maximum.
-    """
-    before = state[2 * row]
-    largest = _largest(scores, valid, before)
-    total = np.float32(0.0)
-    for t in range(valid):
-        weight = simd.exp_f32(scores[t] - largest)
-        scores[t] = weight
-        total += weight
-    for t in range(valid, count):
-        scores[t] = np.float32(0.0)
-    if before == -np.inf:
-        state[2 * row + 1] = total
     else:
-        factor = simd.exp_f32(before - largest)
-        state[2 * row + 1] = state[2 * row + 1] * factor + total
-        if factor != np.float32(1.0):
-            for j in range(lanes):
-                sums[j] *= factor
-    state[2 * row] = largest
+        states, sums = tile_attention.attend_many(
+            p, table, head, token, position, rows, first_key, last_key, scratch, scale
+        )
+    state = numba.carray(simd.floats(states), rows * 2)
+    sum_array = numba.carray(simd.floats(sums), rows * p.lanes)
+    if part < 0:
+        _finish(p, token, num_queries, head, state, sum_array)
+        return
+    size = rows * (p.lanes + 2)
+    target = p.parts + (np.int64(part) * p.kv_heads + head) * size * 4
+    kept = numba.carray(simd.floats(target), size)
+    for i in range(rows):
+        kept[2 * i] = state[2 * i] * tile_attention.LN2  # which is in powers of two there
+        kept[2 * i + 1] = state[2 * i + 1]
+    for j in range(rows * p.lanes):
+        kept[2 * rows + j] = sum_array[j]
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _add_values(p, table, head, first, count, weights, rows, sums):
-    """sums[rows, lanes] += weights[rows, count] · the values from position ``first``."""
-    done = 0
-    while done < count:
-        position = first + done
-        offset = position % p.block_size
-        piece = min(p.block_size - offset, count - done)
-        line = table[position // p.block_size] * p.kv_heads + head
-        tile = p.values + (line * p.block_size + offset) * p.lanes * 4
-        part = weights + done * 4
-        for lane in range(0, p.lanes, simd.WIDTH):
-            b, c, lanes = tile + lane * 4, sums + lane * 4, p.lanes
-            if p.exact != 0:
-                _exact_product(rows, part, SEGMENT, b, lanes, c, lanes, piece, 1)
-            else:
-                _product(rows, part, SEGMENT, b, lanes, c, lanes, piece, 1)
-        done += piece
+def _look_ahead(p, items, unit, ahead):
+    """Write where the first keys of a unit lie, or leave what is there if there is no such unit."""
+    if unit >= p.num_items * p.kv_heads:
+        return
+    row, first = items[unit // p.kv_heads, 0], items[unit // p.kv_heads, 3]
+    line = numba.carray(simd.int32s(p.row_tables), p.num_rows)[row]
+    table = numba.carray(simd.int32s(p.tables + line * p.table_stride * 4), p.table_stride)
+    last = items[unit // p.kv_heads, 4] - 1
+    for i in range(tile_attention.AT_ONCE):
+        position = min(first + i * simd.WIDTH, last)
+        place = table[position // p.block_size] * p.kv_heads + unit % p.kv_heads
+        offset = place * p.head_dim * p.block_size + position % p.block_size
+        ahead[i] = p.keys + offset * 4
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _attend(p, item, head, scratch, scale):
+def _attend(p, item, head, scratch, scale, ahead):
     """One item for one KV head: the result, or a part of it, goes where it belongs."""
     row, first_query, num_queries, first_key, last_key, part = item
     start = numba.carray(simd.int32s(p.row_starts), p.num_rows)[row]
@@ -268,6 +149,9 @@ def _attend(p, item, head, scratch, scale):
     token = numba.carray(simd.int32s(p.query_starts), p.num_rows)[row] + first_query
     table = numba.carray(simd.int32s(p.tables + line * p.table_stride * 4), p.table_stride)
     rows = num_queries * p.group
+    if p.tiles != 0:
+        _attend_tiles(p, item, head, token, start + first_query, table, scratch, scale, ahead)
+        return
     queries = scratch
     scores = queries + rows * p.head_dim * 4
     state_address = scores + rows * SEGMENT * 4
@@ -281,20 +165,13 @@ def _attend(p, item, head, scratch, scale):
         state[2 * i] = -np.inf
         state[2 * i + 1] = np.float32(0.0)
     sum_array[:] = np.float32(0.0)
-    _load_queries(p, token, num_queries, head, queries, scale)
-    tiled = p.tiles != 0 and part < 0 and rows >= amx.ROWS
-    work = (sums + rows * p.lanes * 4 + LINE - 1) // LINE * LINE
-    if tiled:
-        tile_attention.begin(p, queries, rows, SEGMENT, work)
+    vector_attention.load_queries(p, token, num_queries, head, queries, scale)
     for first in range(first_key, last_key, SEGMENT):
         count = min(SEGMENT, last_key - first)
-        if tiled:
-            tile_attention.scores(p, table, head, first, count, rows, work, scores, SEGMENT)
-        else:
-            _scores(p, table, head, first, count, queries, rows, scores)
+        vector_attention.scores(p, table, head, first, count, queries, rows, scores)
         for i in range(rows):
             valid = min(count, max(0, start + first_query + i // p.group + 1 - first))
-            _softmax(
+            vector_attention.softmax(
                 numba.carray(simd.floats(scores + i * SEGMENT * 4), SEGMENT),
                 count,
                 valid,
@@ -303,28 +180,22 @@ def _attend(p, item, head, scratch, scale):
                 numba.carray(simd.floats(sums + i * p.lanes * 4), p.lanes),
                 p.lanes,
             )
-        if tiled:
-            tile_attention.add_values(
-                p, table, head, first, count, scores, SEGMENT, rows, work, sums
-            )
-        else:
-            _add_values(p, table, head, first, count, scores, rows, sums)
-    if tiled:
-        amx.end()
+        vector_attention.add_values(p, table, head, first, count, scores, rows, sums)
     if part < 0:
         _finish(p, token, num_queries, head, state, sum_array)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def _finish(p, token, num_queries, head, state, sums):
-    width = p.group * p.head_dim
-    for i in range(num_queries * p.group):
-        place = (token + i // p.group) * p.kv_heads * width + head * width
-        place += (i % p.group) * p.head_dim
-        target = numba.carray(simd.floats(p.out + place * 4), p.head_dim)
+    dim, lanes, group = p.head_dim, p.lanes, p.group  # read here once: LLVM cannot know they stay
+    width = group * dim
+    for i in range(num_queries * group):
+        place = (token + i // group) * p.kv_heads * width + head * width + i % group * dim
+        target = numba.carray(simd.floats(p.out + place * 4), dim)
+        source = sums[i * lanes : i * lanes + dim]
         factor = np.float32(1.0) / state[2 * i + 1]
-        for j in range(p.head_dim):
-            target[j] = sums[i * p.lanes + j] * factor
+        for j in range(dim):
+            target[j] = source[j] * factor
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -361,21 +232,33 @@ def attend_share(p, thread):
     scale = np.float32(1.0 / math.sqrt(p.head_dim))
     scratch = p.scratch + thread * p.scratch_stride
     while True:
-        first = next_unit(p.counters) * 8
+        first = next_unit(p.counters) * STORED
         if first >= p.num_tokens:
             break
-        for token in range(first, min(first + 8, p.num_tokens)):
-            _store(p, token)
+        last = min(first + STORED, p.num_tokens)
+        if p.tiles != 0:
+            tile_attention.store(p, first, last)
+        else:
+            for token in range(first, last):
+                vector_attention.store(p, token)
     if p.threads > 1:
         team_barrier()
     items = numba.carray(simd.int32s(p.items), (p.num_items, ITEM))
+    ahead = numba.carray(simd.int64s(scratch), tile_attention.AT_ONCE)
+    ahead[:] = p.keys
+    if p.tiles != 0:
+        amx.begin(p.tiles)
     while True:
         unit = next_unit(p.counters + 64)
         if unit >= p.num_items * p.kv_heads:
             break
         at = items[unit // p.kv_heads]
         item = (at[0], at[1], at[2], at[3], at[4], at[5])
-        _attend(p, item, unit % p.kv_heads, scratch, scale)
+        if p.tiles != 0:
+            _look_ahead(p, items, unit + p.threads, ahead)
+        _attend(p, item, unit % p.kv_heads, scratch + LINE, scale, ahead)
+    if p.tiles != 0:
+        amx.end()
     first_parts = numba.carray(simd.int32s(p.first_parts), p.num_rows + 1)
     if first_parts[p.num_rows] == 0:
         return
@@ -407,7 +290,7 @@ def plan(params):
     first_parts = numba.carray(simd.int32s(p.first_parts), p.num_rows + 1)
     query_starts = numba.carray(simd.int32s(p.query_starts), p.num_rows + 1)
     row_starts = numba.carray(simd.int32s(p.row_starts), p.num_rows)
-    tile = max(1, (QUERIES if p.tiles == 0 else tile_attention.QUERIES) // p.group)
+    tile = max(1, (vector_attention.QUERIES if p.tiles == 0 else tile_attention.QUERIES) // p.group)
     num_items = 0
     num_parts = 0
     for row in range(p.num_rows):
@@ -467,11 +350,19 @@ class PagedAttention:
         tiles = team.tiles
         if tiles is not None and tile_attention.supports(head_dim, block_size):
             params.tiles = tiles.ctypes.data
-        rows = max(1, (QUERIES if params.tiles == 0 else tile_attention.QUERIES) // group) * group
-        params.scratch_stride = 4 * (rows * (head_dim + SEGMENT + 2 + params.lanes) + 16)
+        rows = (
+            max(
+                1,
+                (vector_attention.QUERIES if params.tiles == 0 else tile_attention.QUERIES)
+                // group,
+            )
+            * group
+        )
+        params.scratch_stride = 4 * (rows * (head_dim + SEGMENT + 2 + params.lanes) + 16) + LINE
         if params.tiles != 0:
-            params.scratch_stride += tile_attention.scratch_bytes(rows, head_dim, SEGMENT) + LINE
-        self._scratch = np.zeros(team.threads * params.scratch_stride, np.uint8)
+            needed = LINE + tile_attention.scratch_bytes(rows, head_dim)
+            params.scratch_stride = -(-needed // LINE) * LINE
+        self._scratch = aligned_bytes(team.threads * params.scratch_stride)
         params.scratch = self._scratch.ctypes.data
         self._counters = np.zeros(3 * 8, np.int64)  # a cache line each: all threads write them
         params.counters = self._counters.ctypes.data
@@ -491,7 +382,10 @@ class PagedAttention:
         p = self.params
         keys = np.zeros((num_blocks, p.kv_heads, p.head_dim, p.block_size), np.float32)
         values = np.zeros((num_blocks, p.kv_heads, p.block_size, p.lanes), np.float32)
-        return torch.from_numpy(keys), torch.from_numpy(values)
+        pair = [torch.from_numpy(array) for array in (keys, values)]
+        if p.tiles != 0:
+            pair = [x.view(torch.bfloat16).unflatten(-1, (-1, 2)) for x in pair]
+        return pair[0], pair[1]
 
     def prepare(
         self,

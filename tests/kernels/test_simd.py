@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.kernels.cpu import simd
-from trioserve.kernels.cpu.paged_attention import _exact_product, _narrow_product, _product
+from trioserve.kernels.cpu.vector_attention import exact_product, narrow_product, product
 
 
 class ExpParams(ctypes.Structure):
@@ -37,14 +37,14 @@ def exp_all(params):
 def wide(params):
     p = numba.carray(params, 1)[0]
     if p.exact != 0:
-        _exact_product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.accumulate)
+        exact_product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.accumulate)
     else:
-        _product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.accumulate)
+        product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.accumulate)
 
 
 def narrow(params):
     p = numba.carray(params, 1)[0]
-    _narrow_product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.exact)
+    narrow_product(p.rows, p.a, p.lda, p.b, p.ldb, p.c, p.ldc, p.k, p.exact)
 
 
 @pytest.fixture(scope="module")
