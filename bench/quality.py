@@ -30,6 +30,9 @@ from torch import Tensor
 from trioserve.config.schema import ModelConfig
 from trioserve.kernels.cpu.panel_product import PanelProduct
 from trioserve.kernels.cpu.runtime import Team, cache_directory
+from trioserve.kernels.cpu.whole_panels import KINDS
+from trioserve.kernels.cpu.whole_product import PRESENT, WholeProduct
+from trioserve.models.linear import DYNAMIC
 from trioserve.models.panels import PROJECTIONS, PanelLinear
 from trioserve.models.registry import load_model
 from trioserve.models.resolve import resolve_model
@@ -37,7 +40,14 @@ from trioserve.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = sorted(ROOT.glob("docs/decisions/000[1-5]-*.md"))
-LAYOUTS = {"fp16": "panels", "fbgemm": "fp16", "int8": "int8", "packed": "packed"}
+LAYOUTS = {
+    "fp16": "panels",
+    "fbgemm": "fp16",
+    "int8": "int8",
+    "packed": "packed",
+    "int8-dynamic": "int8-dynamic",
+    "int16-dynamic": "int16-dynamic",
+}
 OURS = ("fp16", "int8", "packed")
 WINDOW = 512
 FEW = 3
@@ -74,10 +84,10 @@ def logits_of(model: Any, token_ids: list[int], chunk: int) -> Tensor:
     return torch.cat(parts)
 
 
-def to_8_bits(x: Tensor, size: int | None = None) -> Tensor:
-    """Rounded to 8 bits with a scale for each ``size`` inputs, or for each row."""
+def to_bits(x: Tensor, size: int | None = None, bits: int = 8) -> Tensor:
+    """Rounded to so many bits with a scale for each ``size`` inputs, or for each row."""
     groups = x.unflatten(-1, (-1, size or x.shape[-1]))
-    scales = groups.abs().amax(-1, keepdim=True) / 127
+    scales = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     codes = torch.where(scales > 0, groups / scales, 0.0).round()
     return (codes * scales).flatten(-2)
 
@@ -90,15 +100,27 @@ def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+def all_but(name: str) -> list[str]:
+    return [each for each in (*PROJECTIONS, "head") if each != name]
+
+
 Rounding = Callable[[Tensor], Tensor]
 SIMULATED: dict[str, tuple[Rounding, Rounding, tuple[str, ...]]] = {
     # how rows and weights are rounded, and which projections are left alone
     "rows bfloat16": (to_bfloat16, as_it_is, ()),
     "both bfloat16": (to_bfloat16, to_bfloat16, ()),
-    "rows 8 bits, 32 to a scale": (partial(to_8_bits, size=32), as_it_is, ()),
-    "the same but for down": (partial(to_8_bits, size=32), as_it_is, ("down",)),
-    "the same but for down, head": (partial(to_8_bits, size=32), as_it_is, ("down", "head")),
-    "rows 8 bits, one scale": (to_8_bits, as_it_is, ()),
+    "rows 8 bits, 32 to a scale": (partial(to_bits, size=32), as_it_is, ()),
+    "the same but for down": (partial(to_bits, size=32), as_it_is, ("down",)),
+    "the same but for down, head": (partial(to_bits, size=32), as_it_is, ("down", "head")),
+    "rows 8 bits, one scale": (to_bits, as_it_is, ()),
+    "rows 16 bits, one scale": (partial(to_bits, bits=16), as_it_is, ()),
+    "rows and weights 16 bits": (partial(to_bits, bits=16), partial(to_bits, bits=16), ()),
+    "weights 8 bits, one scale": (as_it_is, to_bits, ()),
+    **{
+        f"the same, {name} alone": (as_it_is, to_bits, tuple(all_but(name)))
+        for name in (*PROJECTIONS, "head")
+    },
+    "the same, gate_up and output": (as_it_is, to_bits, ("qkv", "down", "head")),
 }
 
 
@@ -122,7 +144,7 @@ def simulate(model: Any, rows: Rounding, weights: Rounding, left: tuple[str, ...
         model.head = Simulated(model.head, rows, weights)
 
 
-def load(resolved: Any, layout: str, product: PanelProduct) -> Any:
+def load(resolved: Any, layout: str, product: PanelProduct, whole: WholeProduct | None) -> Any:
     """The model, its layers run one by one."""
     model = load_model(resolved, layout)
     for one in (
@@ -130,7 +152,7 @@ def load(resolved: Any, layout: str, product: PanelProduct) -> Any:
         *(getattr(each, name) for each in model.layers for name in PROJECTIONS),
     ):
         if isinstance(one, PanelLinear):
-            one.product = product
+            one.product = whole if one.panels.kind in KINDS else product
     return model
 
 
@@ -176,19 +198,22 @@ def main() -> None:
     products = {name: PanelProduct(team) for name, team in teams.items()}
     product = products[""]
     truth = []
-    model = load(resolved, "fp32", product)
+    whole = WholeProduct(teams[""]) if PRESENT else None
+    model = load(resolved, "fp32", product, whole)
     for tokens in windows:
         logits = logits_of(model, tokens, WINDOW)
         truth.append({"best": logits.argmax(-1), "some": logits[::16].clone()})
     results = {"fp32": measure(model, windows, truth)}
     del model
     for name in arguments.layout or LAYOUTS:
-        results[name] = measure(load(resolved, LAYOUTS[name], product), windows, truth)
+        if LAYOUTS[name] in DYNAMIC and whole is None:
+            continue  # the processor cannot
+        results[name] = measure(load(resolved, LAYOUTS[name], product, whole), windows, truth)
         if name in OURS and teams[", bfloat16"].parts == 1:
-            rounded = load(resolved, LAYOUTS[name], products[", bfloat16"])
+            rounded = load(resolved, LAYOUTS[name], products[", bfloat16"], whole)
             results[f"{name}, bfloat16"] = measure(rounded, windows, truth)
     for name, how in SIMULATED.items() if arguments.simulate else ():
-        model = load(resolved, "fp32", product)
+        model = load(resolved, "fp32", product, whole)
         simulate(model, *how)
         results[name] = measure(model, windows, truth)
     for name, line in results.items():

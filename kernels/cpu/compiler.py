@@ -44,6 +44,7 @@ KERNELS = {
     "plan": "trioserve.kernels.cpu.paged_attention",
     "attend": "trioserve.kernels.cpu.paged_attention",
     "panel_product": "trioserve.kernels.cpu.panel_product",
+    "whole_product": "trioserve.kernels.cpu.whole_product",
     "decoder": "trioserve.kernels.cpu.decoder",
     "best": "trioserve.kernels.cpu.best",
 }

@@ -19,7 +19,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from trioserve.kernels.cpu import paged_attention, panel_product, silu, simd
+from trioserve.kernels.cpu import (
+    paged_attention,
+    panel_product,
+    silu,
+    simd,
+    whole_panels,
+    whole_product,
+)
 from trioserve.kernels.cpu import rows as row_wise
 from trioserve.kernels.cpu.paged_attention import PagedAttention
 from trioserve.kernels.cpu.panel_product import (
@@ -49,7 +56,7 @@ _FIELDS = (
     *("hidden", "normed", "heads", "mixed", "gate_up", "gated", "norms"),
     *("rows", "width", "mixed_width", "inner", "rotated_heads", "heads_stride", "head_dim"),
     *("kept", "num_kept", "kept_hidden", "kept_mixed"),
-    *("layers", "linears", "attentions", "product", "attend"),
+    *("layers", "linears", "attentions", "products", "attend"),
 )
 
 
@@ -59,8 +66,8 @@ class Params(ctypes.Structure):
     ``embedding_half``; ``rotations`` float32 [num_positions, head_dim]. ``norms`` is int64
     [layers, 2] of addresses, ``linears`` and ``attentions`` hold [layers + 1, 4] and [layers] of
     the kernels' own parameters, the last four of ``linears`` for the tokens that are wanted.
-    ``fault`` is set where an id or a position is in no table; ``product`` and ``attend`` are where
-    the kernels are."""
+    ``fault`` is set where an id or a position is in no table; ``attend`` is where that kernel is,
+    ``products`` int64 [layers + 1, 4] where those of the products are."""
 
     _fields_ = [*((name, ctypes.c_int64) for name in _FIELDS), ("eps", ctypes.c_double)]
 
@@ -196,14 +203,15 @@ def decoder(params):
     p = numba.carray(params, 1)[0]
     thread, threads = thread_index(), max(1, team_size())
     norms = numba.carray(simd.int64s(p.norms), (p.layers, 2))
+    products = numba.carray(simd.int64s(p.products), (p.layers + 1, 4))
     rows, hidden = p.rows, p.hidden
     first, last = rows * thread // threads, rows * (thread + 1) // threads
     _embed(p, first, last)
     for layer in range(p.layers):
-        lines = p.linears + layer * 4 * LINEAR_BYTES
+        place, lines = layer, p.linears + layer * 4 * LINEAR_BYTES
         row_wise.rms_norm(hidden, norms[layer, 0], p.eps, p.width, p.normed, first, last)
         team_barrier()
-        call_kernel(p.product, lines + QKV * LINEAR_BYTES)
+        call_kernel(products[place, QKV], lines + QKV * LINEAR_BYTES)
         team_barrier()
         _rotate(p, first, last)
         team_barrier()
@@ -211,22 +219,22 @@ def decoder(params):
         if layer == p.layers - 1:  # the cache is written; only tokens that are wanted matter now
             if p.num_kept == 0:
                 break
-            lines, rows = lines + 4 * LINEAR_BYTES, p.num_kept
+            place, lines, rows = layer + 1, lines + 4 * LINEAR_BYTES, p.num_kept
             first, last = rows * thread // threads, rows * (thread + 1) // threads
             if p.kept != 0:
                 hidden = p.kept_hidden
                 team_barrier()
                 _keep(p, first, last)
         team_barrier()
-        call_kernel(p.product, lines + OUTPUT * LINEAR_BYTES)
+        call_kernel(products[place, OUTPUT], lines + OUTPUT * LINEAR_BYTES)
         team_barrier()
         row_wise.rms_norm(hidden, norms[layer, 1], p.eps, p.width, p.normed, first, last)
         team_barrier()
-        call_kernel(p.product, lines + GATE_UP * LINEAR_BYTES)
+        call_kernel(products[place, GATE_UP], lines + GATE_UP * LINEAR_BYTES)
         team_barrier()
         _gate(p, rows, thread, threads)
         team_barrier()
-        call_kernel(p.product, lines + DOWN * LINEAR_BYTES)
+        call_kernel(products[place, DOWN], lines + DOWN * LINEAR_BYTES)
         team_barrier()
 
 
@@ -274,6 +282,7 @@ class Decoder:
         self._layers = layers
         self._attention = attention
         self._threads, self._exact, self._tiles = team.threads, team.exact, team.tiles
+        self._whole_tiles = whole_product.tile_setup(team)
         self._byte_products, self._word_products = team.byte_products, team.word_products
         self._parts = team.parts
         self._params = p = Params()
@@ -291,12 +300,14 @@ class Decoder:
         p.rotated_heads = q_heads + attention.kv_heads
         p.heads_stride, p.head_dim = self._heads_width, attention.head_dim
         p.layers = len(layers)
-        p.product, p.attend = kernels.product.address, kernels.attend.address
+        p.attend = kernels.attend.address
         self._norms = np.array(
             [[layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()] for layer in layers],
             np.int64,
         )
         self._linears = np.zeros((len(layers) + 1, 4), _LINEAR)
+        self._products = np.full((len(layers) + 1, 4), kernels.product.address)
+        p.products = self._products.ctypes.data
         self._attentions = np.zeros(len(layers), _ATTENTION)
         # Each product and each layer's attention counts its units on cache lines of its own.
         self._counters = np.zeros((len(layers) + 1, 4 + 3, 8), np.int64)
@@ -307,7 +318,7 @@ class Decoder:
         self._caches: list[tuple[Tensor, Tensor]] | None = None
         p.norms, p.linears = self._norms.ctypes.data, self._linears.ctypes.data
         p.attentions = self._attentions.ctypes.data
-        self._set_weights()
+        self._set_weights(team)
         self._reserve(64)
 
     def __call__(
@@ -376,7 +387,7 @@ class Decoder:
         if len(caches) != self._params.layers:
             raise ValueError(f"{self._params.layers} caches are needed, {len(caches)} came")
 
-    def _set_weights(self) -> None:
+    def _set_weights(self, team: Team) -> None:
         for index, layer in enumerate([*self._layers, self._layers[-1]]):
             for which, packed, bias, outputs in (
                 (QKV, layer.qkv, layer.qkv_bias, self._heads_width),
@@ -396,6 +407,11 @@ class Decoder:
                 line["parts"], line["word_products"] = self._parts, self._word_products
                 line["threads"], line["add"] = self._threads, which in (OUTPUT, DOWN)
                 line["counter"] = self._counters[index, which].ctypes.data
+
+        self._are_whole = np.isin(self._linears["kind"], whole_panels.KINDS)
+        if self._are_whole.any():
+            self._whole = team.compile(whole_product.whole_product, panel_product.Params)
+            self._products[self._are_whole] = self._whole.address
 
     def _reserve(self, rows: int) -> None:
         """Make the buffers between the phases."""
@@ -419,6 +435,8 @@ class Decoder:
         if self._tiles is not None:
             self._split = aligned_bytes(split_bytes(rows, most))
             linears["split"], linears["tiles"] = self._split.ctypes.data, self._tiles.ctypes.data
+        if self._are_whole.any():
+            self._reserve_whole(rows, most)
         for which, source in (
             (QKV, self._normed),
             (OUTPUT, self._mixed),
@@ -442,6 +460,17 @@ class Decoder:
         lines["value"] = heads + (self._mixed_width + self._attention.kv_heads * dim) * 4
         for name in ("query_stride", "key_stride", "value_stride"):
             lines[name] = self._heads_width
+
+    def _reserve_whole(self, rows: int, inputs: int) -> None:
+        """What products in whole numbers have in place of the others' buffers."""
+        setup, stride = self._whole_tiles, whole_product.scratch_bytes(rows)
+        self._whole_scratch = aligned_bytes(self._threads * stride)
+        self._integers = aligned_bytes(whole_product.split_bytes(rows, inputs))
+        linears, are_whole = self._linears, self._are_whole
+        linears["scratch"][are_whole] = self._whole_scratch.ctypes.data
+        linears["scratch_stride"][are_whole] = stride
+        linears["split"][are_whole] = self._integers.ctypes.data
+        linears["tiles"][are_whole] = 0 if setup is None else setup.ctypes.data
 
     def _set_attention(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Give every layer the step's rows, and its own cache."""

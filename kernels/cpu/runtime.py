@@ -54,6 +54,7 @@ class Team:
 
     Attributes:
         tiles: the configuration of the tile unit, or None.
+        tile_setup: the same for sums of whole numbers, which are exact on any unit.
         byte_products: whether few rows times codes are computed in whole numbers of 24 bits.
         word_products: whether all others are in whole numbers of 16 bits, but for those of tiles.
         parts: bfloat16 values that stand for one in products of the tile unit, 1 or 2.
@@ -74,7 +75,8 @@ class Team:
         address = openmp.get("GOMP_parallel")
         self.threads = threads if address else 1
         self.exact = exact
-        self.tiles = _tile_unit() if tiles and not exact else None
+        self.tile_setup = _tile_unit() if tiles else None
+        self.tiles = None if exact else self.tile_setup
         self.byte_products = byte_products and not exact and _has_byte_products()
         self.word_products = word_products and _has_word_products()
         self.parts = 1 if rounded and self.tiles is not None else 2

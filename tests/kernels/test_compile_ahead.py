@@ -12,7 +12,15 @@ import pytest
 from trioserve.kernels import cache
 from trioserve.kernels.cpu import compiler
 from trioserve.models import fusing
-from trioserve.models.fusing import ATTENTION, COST_OF_PROCESS, COSTS, LAYERS, compile_ahead, shares
+from trioserve.models.fusing import (
+    ATTENTION,
+    COST_OF_PROCESS,
+    COSTS,
+    LAYERS,
+    WHOLE,
+    compile_ahead,
+    shares,
+)
 
 PROGRAM = """
 import logging, sys
@@ -51,7 +59,7 @@ def test_what_is_compiled_ahead_is_found_and_works(tmp_path: Path) -> None:
 
 
 def test_all_kernels_of_a_model_are_known() -> None:
-    assert set(ATTENTION + LAYERS) == set(COSTS) == set(compiler.KERNELS)
+    assert set(ATTENTION + LAYERS + WHOLE) == set(COSTS) == set(compiler.KERNELS)
 
 
 def test_processes_take_about_as_long_and_none_has_nothing_to_do() -> None:

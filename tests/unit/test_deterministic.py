@@ -16,7 +16,7 @@ from trioserve.core.scheduler import Scheduler
 from trioserve.errors import ModelError
 from trioserve.sampling_params import SamplingParams
 
-from .test_runner import Session, config, lively_model, prompts, start
+from .test_runner import WHOLE, Session, config, lively_model, prompts, start
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=10, logprobs=3)
 
@@ -65,7 +65,7 @@ def runners():
     return make
 
 
-@pytest.mark.parametrize("weights", ["fp16", "int8"])
+@pytest.mark.parametrize("weights", ["fp16", "int8", WHOLE])
 @settings(max_examples=12)
 @given(
     num_blocks=st.sampled_from([14, 20, 40, 120]),

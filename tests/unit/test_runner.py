@@ -33,9 +33,10 @@ from trioserve.core.scheduler import Scheduler
 from trioserve.core.stages import StageReporter
 from trioserve.errors import ModelError, StartupError
 from trioserve.ipc.messages import Stage, TokenLogprobs, Work
-from trioserve.kernels.cpu import runtime
+from trioserve.kernels.cpu import runtime, whole_panels
 from trioserve.kernels.cpu.panel_product import PanelProduct
 from trioserve.kernels.cpu.runtime import Team
+from trioserve.kernels.cpu.whole_product import PRESENT, WholeProduct
 from trioserve.models.llama import Llama
 from trioserve.models.llama_tensors import expected_tensors
 from trioserve.models.panels import PROJECTIONS, FusedLlama
@@ -79,18 +80,24 @@ class WholeSequence:
 
 
 PLAIN_PRODUCT = PanelProduct(Team(1, None))
+PLAIN_WHOLE = WholeProduct(Team(1, None)) if PRESENT else None
+WHOLE = pytest.param(
+    "int8-dynamic",
+    marks=pytest.mark.skipif(not PRESENT, reason="this processor has no products of bytes"),
+)
 
 
 def plain_logits(weights: str, token_ids: list[int]) -> Tensor:
     """[n, vocab], the logits after each token, layer by layer; float32 and float16 with torch's own
     products."""
     model = lively_model(MODEL, weights)
-    if weights == "int8":
+    if weights in ("int8", "int8-dynamic"):
         for projection in (
             model.head,
             *(getattr(one, n) for one in model.layers for n in PROJECTIONS),
         ):
-            projection.product = PLAIN_PRODUCT
+            is_whole = projection.panels.kind in whole_panels.KINDS
+            projection.product = PLAIN_WHOLE if is_whole else PLAIN_PRODUCT
     n = len(token_ids)
     ids, positions = torch.tensor(token_ids), torch.arange(n)
     return model.forward(ids, positions, WholeSequence(), None, positions)
@@ -239,7 +246,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("attention", "weights"),
     [(attention, weights) for attention in ("numba", "torch") for weights in ("fp32", "fp16")]
-    + [("numba", "int8")],
+    + [("numba", "int8"), ("numba", WHOLE)],
 )
 def test_everything_equals_the_plain_forward_pass(attention: str, weights: str) -> None:
     num_blocks = 26

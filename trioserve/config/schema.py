@@ -47,6 +47,9 @@ def auto_or(*checks: Any) -> Any:
     return validate
 
 
+Weights = Literal["auto", "fp32", "fp16", "int8", "packed", "int8-dynamic", "int16-dynamic"]
+
+
 @frozen(kw_only=True)
 class ModelConfig:
     """``[model]``: what is served."""
@@ -80,11 +83,15 @@ class ModelConfig:
         "needs a processor with AMX and rounds rows and weights where a step has many: prompts "
         "are computed sooner, and an answer may depend on how many requests run beside it.",
     )
-    weights: Literal["auto", "fp32", "fp16", "int8", "packed"] = setting(
+    weights: Weights = setting(
         "auto",
         "How weights are stored; sums are float32 in all. `packed` keeps the 4- and 8-bit codes "
-        "of a GGUF file as they are, `int8` makes codes of 32 inputs to a scale; on CPU `auto` is "
-        "`packed` for GGUF files that hold codes, else `fp16`.",
+        "of a GGUF file as they are, `int8` makes codes of 32 inputs to a scale. `int8-dynamic` "
+        "and `int16-dynamic` have whole numbers with a scale an output and multiply them with "
+        "rows that become whole numbers too: with AMX the quickest where a step has many rows, "
+        "and a row gets the same whatever is beside it. They need AVX-512 VNNI; `int8-dynamic` "
+        "keeps 16 bits where 8 would cost too much. On CPU `auto` is `packed` for GGUF files that "
+        "hold codes, else `fp16`.",
     )
     max_model_len: int | Auto = setting(
         "auto",

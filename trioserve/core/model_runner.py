@@ -38,8 +38,8 @@ from trioserve.models.attention import (
     NumbaAttention,
     make_backend,
 )
-from trioserve.models.fusing import ATTENTION, LAYERS, compile_ahead, compile_kernels
-from trioserve.models.linear import Layout, choose_layout, choose_panels
+from trioserve.models.fusing import ATTENTION, LAYERS, WHOLE, compile_ahead, compile_kernels
+from trioserve.models.linear import DYNAMIC, Layout, choose_layout, choose_panels
 from trioserve.models.registry import load_model
 from trioserve.models.spec import ResolvedModel
 from trioserve.sampling_params import SamplingParams
@@ -123,10 +123,12 @@ class ModelRunner:
         log.info("device: %s", processor.describe())
         stage.progress(detail=f"{processor.describe()}; kernels")
         started = time.monotonic()
-        in_panels = self._config.model.weights != "fp32" and processor.reads_float16
+        wanted = self._config.model.weights
+        in_panels = wanted != "fp32" and processor.reads_float16
+        names = ATTENTION + (LAYERS if in_panels else ()) + (WHOLE if wanted in DYNAMIC else ())
         if self._config.kernels.attention != "torch":
             compile_ahead(
-                ATTENTION + LAYERS if in_panels else ATTENTION,
+                names,
                 processor.threads,
                 lambda text: stage.progress(detail=f"{processor.describe()}; {text}"),
             )

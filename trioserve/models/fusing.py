@@ -20,7 +20,15 @@ log = logging.getLogger("trioserve.kernels")
 
 ATTENTION = ("plan", "attend")
 LAYERS = ("panel_product", "decoder", "best")
-COSTS = {"panel_product": 8.0, "attend": 5.0, "decoder": 1.0, "best": 0.5, "plan": 0.5}
+WHOLE = ("whole_product",)  # beside LAYERS, for weights in whole numbers
+COSTS = {
+    "panel_product": 8.0,
+    "attend": 5.0,
+    "whole_product": 3.0,
+    "decoder": 1.0,
+    "best": 0.5,
+    "plan": 0.5,
+}
 """What each kernel takes to compile, as seconds or anything else: to share them out evenly."""
 COST_OF_PROCESS = 1.5  # it imports torch and numba first
 _CHILD = ("trioserve.models.lifeline", "trioserve.kernels.cpu.compiler")

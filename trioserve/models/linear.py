@@ -11,6 +11,10 @@ layout's affair:
 * ``int8``: panels of 8-bit codes, 32 inputs to a float16 scale.
 * ``packed``: panels of the 4- and 8-bit codes that a GGUF file holds, nothing rounded; what the
   file holds in other types is as in ``panels``.
+* ``int8-dynamic``, ``int16-dynamic``: whole numbers with a scale for each output, multiplied with
+  rows that become whole numbers of 16 bits with a scale each, see
+  ``trioserve.kernels.cpu.whole_product``. Of 8 bits are those matrices that bear it: ``robust``
+  ones, but for those that it would change by more than MOST_ERROR. All others have 16.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ from trioserve.models.spec import ResolvedModel
 
 log = logging.getLogger(__name__)
 
-Layout = Literal["fp32", "fp16", "panels", "int8", "packed"]
+Layout = Literal["fp32", "fp16", "panels", "int8", "packed", "int8-dynamic", "int16-dynamic"]
+DYNAMIC: tuple[Layout, ...] = ("int8-dynamic", "int16-dynamic")
+MOST_ERROR = 0.01  # of a matrix that 8 bits may stand for, against its own size
 FP16_MAX = 65504.0
 PACKED_COLUMNS = 512  # FBGEMM stores whole blocks of so many columns; the product skips the padding
 
@@ -86,8 +92,18 @@ class PackedFp16Linear:
         return self._product(x, self._packed)
 
 
-def make_linear(weight: Tensor | Blocks, bias: Tensor | None, layout: Layout, name: str) -> Linear:
+def make_linear(
+    weight: Tensor | Blocks,
+    bias: Tensor | None,
+    layout: Layout,
+    name: str,
+    *,
+    robust: bool = False,
+) -> Linear:
     """Put a matrix ``[out, in]``, float32 or as codes (and bias ``[out]``), into a layout.
+
+    Args:
+        robust: whether the model bears it well when this one is rounded.
 
     A matrix with values beyond float16's range stays float32; the log says which one (``name``).
     """
@@ -95,6 +111,8 @@ def make_linear(weight: Tensor | Blocks, bias: Tensor | None, layout: Layout, na
         return _in_panels(weight, bias)
     if layout != "fp32":
         if fits_fp16(weight):
+            if layout in DYNAMIC and weight.shape[1] % BLOCK == 0:
+                return _whole(weight, bias, name, narrow=robust and layout == "int8-dynamic")
             return _narrow(weight, bias, layout)
         log.warning("%s has values beyond float16 and stays float32", name)
     return Fp32Linear(weight, bias)
@@ -114,13 +132,23 @@ def _in_panels(weight: Tensor | Blocks, bias: Tensor | None) -> Linear:
     return PanelLinear(weight, bias)
 
 
+def _whole(weight: Tensor, bias: Tensor | None, name: str, narrow: bool) -> Linear:
+    from trioserve.kernels.cpu.whole_panels import WHOLE8, WHOLE16, rounding_error
+    from trioserve.models.panels import PanelLinear
+
+    if narrow and (error := rounding_error(weight, WHOLE8)) > MOST_ERROR:
+        log.info("%s keeps 16 bits: 8 would change it by %.1f %%", name, 100 * error)
+        narrow = False
+    return PanelLinear(weight, bias, WHOLE8 if narrow else WHOLE16)
+
+
 def fits_fp16(weight: Tensor) -> bool:
     """Whether every finite value stays finite in float16. NaN and infinities do not fit."""
     low, high = torch.aminmax(weight)
     return bool(low >= -FP16_MAX) and bool(high <= FP16_MAX)
 
 
-Wanted = Literal["auto", "fp32", "fp16", "int8", "packed"]
+Wanted = Literal["auto", "fp32", "fp16", "int8", "packed", "int8-dynamic", "int16-dynamic"]
 
 
 def choose_panels(wanted: Wanted, model: ResolvedModel) -> tuple[Layout, str]:
@@ -130,10 +158,20 @@ def choose_panels(wanted: Wanted, model: ResolvedModel) -> tuple[Layout, str]:
         the layout, and the reason for people to read.
 
     Raises:
-        ModelError: packed was asked for and the checkpoint holds no codes.
+        ModelError: packed was asked for and the checkpoint holds no codes; whole numbers, and the
+            processor does not multiply bytes.
     """
     if wanted == "int8":
         return "int8", "as configured"
+    if wanted in DYNAMIC:
+        from trioserve.kernels.cpu import whole_product
+
+        if not whole_product.PRESENT:
+            raise ModelError(
+                f"[model] weights = {wanted} cannot be used: it needs a processor with AVX-512 "
+                "VNNI; set it to int8, fp16 or auto"
+            )
+        return wanted, "as configured"
     has_codes = any(tensor.dtype in CODE_BITS for tensor in model.tensors)
     if wanted == "packed" and not has_codes:
         raise ModelError(
@@ -156,7 +194,7 @@ def choose_layout(wanted: Wanted) -> tuple[Layout, str]:
     """
     if wanted == "fp32":
         return "fp32", "as configured"
-    if wanted in ("int8", "packed"):
+    if wanted in ("int8", "packed", *DYNAMIC):
         raise ModelError(
             f"[model] weights = {wanted} cannot be used: it needs the kernels that numba compiles, "
             "which do not work here (the log says why); set it to fp16, fp32 or auto"

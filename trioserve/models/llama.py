@@ -59,10 +59,12 @@ class Layer:
         bias, eps = spec.mlp_bias, spec.rms_norm_eps
         self.attention_norm = RMSNorm(weights.take(f"{name}.input_layernorm.weight"), eps)
         self.qkv = _qkv(spec, weights, f"{name}.self_attn", layout)
-        self.output = _projection(weights, layout, spec.attention_bias, f"{name}.self_attn.o_proj")
+        self.output = _projection(
+            weights, layout, spec.attention_bias, f"{name}.self_attn.o_proj", robust=True
+        )
         self.mlp_norm = RMSNorm(weights.take(f"{name}.post_attention_layernorm.weight"), eps)
         self.gate_up = _projection(
-            weights, layout, bias, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
+            weights, layout, bias, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", robust=True
         )
         self.down = _projection(weights, layout, bias, f"{name}.mlp.down_proj")
         norms = self.attention_norm.num_bytes + self.mlp_norm.num_bytes
@@ -94,14 +96,16 @@ def _rotary_order(spec: ModelSpec, num_heads: int) -> Tensor:
     return interleave(rows, spec.head_dim).flatten()
 
 
-def _projection(weights: Weights, layout: Layout, has_bias: bool, *names: str) -> Linear:
+def _projection(
+    weights: Weights, layout: Layout, has_bias: bool, *names: str, robust: bool = False
+) -> Linear:
     """One product of one or several projections, in the given order."""
     bias = weights.take_joined([f"{name}.bias" for name in names]) if has_bias else None
     matrices = [f"{name}.weight" for name in names]
     weight: Tensor | Blocks | None = weights.take_codes(matrices) if layout == "packed" else None
     if weight is None:
         weight = weights.take_joined(matrices)
-    return make_linear(weight, bias, layout, " + ".join(names))
+    return make_linear(weight, bias, layout, " + ".join(names), robust=robust)
 
 
 def _ends(spec: ModelSpec, weights: Weights, layout: Layout) -> tuple[Embedding, Linear, int]:

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from trioserve.errors import ModelError
 from trioserve.kernels.cpu.best import FirstBest
+from trioserve.kernels.cpu.blocks import HALF
 from trioserve.kernels.cpu.codes import Blocks
 from trioserve.kernels.cpu.decoder import Decoder, DecoderKernels, DecoderLayer, compile_decoder
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
 from trioserve.kernels.cpu.runtime import Team
+from trioserve.kernels.cpu.whole_panels import KINDS, WHOLE8, panels_of
+from trioserve.kernels.cpu.whole_product import WholeProduct
 from trioserve.models.attention import BatchContext, NumbaAttention
 from trioserve.models.layers import RMSNorm, Rotary
 from trioserve.models.linear import Layout
@@ -29,18 +32,25 @@ PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
 
 class PanelLinear:
-    """A projection whose weight lies in panels, float16 or codes; see ``models.linear.Linear``.
+    """A projection whose weight lies in panels; see ``models.linear.Linear``. A float32 weight is
+    rounded to ``kind``: HALF, or whole numbers, see ``trioserve.kernels.cpu.whole_product``.
 
     ``product`` is set by ``PanelKernels.finish`` before the first call: one kernel serves all.
     """
 
     layout: Layout = "panels"
-    product: PanelProduct
+    product: PanelProduct | WholeProduct
 
-    def __init__(self, weight: Tensor | Blocks, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor | Blocks, bias: Tensor | None = None, kind: int = HALF
+    ) -> None:
         self.out_features, self.in_features = weight.shape
-        is_float = isinstance(weight, Tensor)
-        self.panels = Panels.half(weight) if is_float else Panels.of_blocks(weight)
+        if isinstance(weight, Blocks):
+            self.panels = Panels.of_blocks(weight)
+        elif kind == HALF:
+            self.panels = Panels.half(weight)
+        else:
+            self.panels = panels_of(weight, kind)
         self.bias = bias
         self.num_bytes = self.panels.data.nbytes + (0 if bias is None else bias.nbytes)
 
@@ -53,13 +63,19 @@ class PanelLinear:
 class PanelKernels:
     """The compiled kernels. Raises whatever numba raises where it does not work."""
 
+    team: Team
     product: PanelProduct
     decoder: DecoderKernels
     best: FirstBest
 
     @classmethod
     def compile(cls, team: Team) -> PanelKernels:
-        return cls(product=PanelProduct(team), decoder=compile_decoder(team), best=FirstBest(team))
+        return cls(
+            team=team,
+            product=PanelProduct(team),
+            decoder=compile_decoder(team),
+            best=FirstBest(team),
+        )
 
     def finish(self, model: Any, attention: NumbaAttention) -> Any:
         """Make a model that was loaded into panels ready to run.
@@ -69,8 +85,20 @@ class PanelKernels:
         """
         projections = [getattr(layer, name) for layer in model.layers for name in PROJECTIONS]
         panels = [one for one in (*projections, model.head) if isinstance(one, PanelLinear)]
+        whole = [one for one in panels if one.panels.kind in KINDS]
         for one in panels:
             one.product = self.product
+        if whole:
+            product = WholeProduct(self.team)
+            for one in whole:
+                one.product = product
+            narrow = sum(one.panels.kind == WHOLE8 for one in whole)
+            log.info(
+                "weights: %d projections in 8 bits, %d in 16, products in whole numbers by %s",
+                narrow,
+                len(whole) - narrow,
+                product.unit,
+            )
         if len(panels) == len(projections) + 1:
             return FusedLlama(model, attention, self)
         if attention.exact:
