@@ -200,6 +200,47 @@ def all_code_products(threads: int, seconds: float) -> list[dict]:
     ]
 
 
+def whole_products(threads: int, seconds: float) -> list[dict]:
+    """All projections of one step over weights in whole numbers, by each unit that there is."""
+    import torch
+
+    from trioserve.kernels.cpu.runtime import Team, cache_directory
+    from trioserve.kernels.cpu.whole_panels import WHOLE8, WHOLE16, panels_of
+    from trioserve.kernels.cpu.whole_product import PRESENT, WholeProduct
+
+    if not PRESENT:
+        return []
+    teams = [Team(threads, cache_directory(), tiles=tiles) for tiles in (True, False)]
+    units = {(made := WholeProduct(team)).unit: made for team in teams}
+    weights = [torch.randn(out, inputs) for out, inputs, count in PROJECTIONS for _ in range(count)]
+    parameters = sum(weight.numel() for weight in weights)
+    lines = []
+    for bits, kind in ((8, WHOLE8), (16, WHOLE16)):
+        panels = [panels_of(weight, kind) for weight in weights]
+        for rows in (1, 4, 8, 16, 32, 128, 512):
+            x = {inputs: torch.randn(rows, inputs) for _, inputs, _ in PROJECTIONS}
+            for unit, product in units.items():
+                spent = best(
+                    lambda product=product, x=x, panels=panels: [
+                        product(x[panel.inputs], panel) for panel in panels
+                    ],
+                    seconds,
+                )
+                lines.append(
+                    {
+                        "bits": bits,
+                        "rows": rows,
+                        "unit": unit,
+                        "ms": round(spent * 1e3, 2),
+                        "gflops": round(2e-9 * rows * parameters / spent, 1),
+                        "gb_per_s": round(
+                            1e-9 * sum(panel.data.nbytes for panel in panels) / spent, 1
+                        ),
+                    }
+                )
+    return lines
+
+
 def best_logits(rows: int, threads: int, seconds: float) -> dict:
     """The best of rows of SmolLM2's logits, by our kernel and by torch's operators."""
     import torch
@@ -291,6 +332,7 @@ def main() -> None:
             products(rows, arguments.threads, arguments.seconds) for rows in (1, 4, 8, 32, 128, 512)
         ]
         codes = all_code_products(arguments.threads, arguments.seconds)
+        whole = whole_products(arguments.threads, arguments.seconds)
         logits = [best_logits(rows, arguments.threads, arguments.seconds) for rows in (1, 8, 32)]
     result = {
         "processor": detect(settings).describe(),
@@ -299,6 +341,7 @@ def main() -> None:
         "attention": lines,
         "products": step,
         "code_products": codes,
+        "whole_products": whole,
         "best_logits": logits,
         "gate_values": gate_values(1536, arguments.seconds),
         "tile_peak_gflops": tile_peak(arguments.threads, arguments.seconds),

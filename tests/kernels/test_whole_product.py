@@ -134,6 +134,14 @@ def test_one_large_value_leaves_the_others_of_its_row_their_digits(products):
     assert abs(out.item() - 6.2) < 62 * 1000 / LIMIT / 2
 
 
+def test_rows_may_go_through_a_norm_first(products):
+    x, weight = random(33, 96), panels_of(random(70, 96, seed=1), WHOLE16)
+    norm = torch.cat([random(96, seed=2), torch.tensor([1e-5])])
+    normed = x / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt().float() * norm[:-1]
+    found = products(x, weight, None, norm)
+    torch.testing.assert_close(found, products(normed, weight), atol=2e-3, rtol=0)
+
+
 def test_products_refuse_what_they_would_read_wrongly(products):
     packed, x = panels_of(random(70, 64), WHOLE8), random(3, 64)
     with pytest.raises(ValueError, match=r"x must be float32 \[n, 64\]"):
@@ -196,8 +204,10 @@ def test_layers_with_them_equal_float64(make_batch, team, whole):
         for layer in layers
     ]
     attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
-    decoder = Decoder(team, compile_decoder(team), made, attention, 1e-5)
-    for rows in ([(0, 1)], [(0, 40), (0, 1), (0, 70)]):
+    source = torch.Generator().manual_seed(5)
+    embedding = torch.randn(90, WIDTH, generator=source)
+    decoder = Decoder(team, compile_decoder(team), embedding, made, attention, 1e-5)
+    for rows, wanted in (([(0, 1)], [0]), ([(0, 40), (0, 1), (0, 70)], [110, 3])):
         batch = make_batch(rows, 16)
         context = batch.context
         attention.prepare(
@@ -207,13 +217,20 @@ def test_layers_with_them_equal_float64(make_batch, team, whole):
             row_tables=context.row_tables,
             tables=context.block_tables,
         )
-        hidden = random(batch.num_tokens, WIDTH, seed=5)
-        angles = random(batch.num_tokens, DIM // 2, seed=6)
-        rotations = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+        n = batch.num_tokens
+        token_ids = torch.randint(90, (n,), generator=source)
+        angles = torch.randn(n, DIM // 2, generator=source)
+        rotations = torch.polar(torch.ones_like(angles), angles)
         truth = reference(
-            hidden.numpy(), rotations.numpy(), layers, batch.ends, (HEADS, KV_HEADS, DIM), 1e-5
+            embedding[token_ids].numpy(),
+            rotations[context.positions].unsqueeze(1).numpy(),
+            layers,
+            batch.ends,
+            (HEADS, KV_HEADS, DIM),
+            1e-5,
         )
-        caches = [attention.new_cache(batch.num_blocks) for _ in layers]
-        decoder(hidden, rotations, caches, whole=True)
-        limit = 2e-3 if team.parts == 2 else 2e-2
-        assert np.abs(hidden.numpy() - truth[2]).max() < limit * np.abs(truth[2]).max()
+        limit = (2e-3 if team.parts == 2 else 2e-2) * np.abs(truth).max()
+        for some in (list(range(n)), wanted):
+            caches = [attention.new_cache(batch.num_blocks) for _ in layers]
+            found = decoder(token_ids, context.positions, rotations, caches, torch.tensor(some))
+            assert np.abs(found.numpy() - truth[some]).max() < limit

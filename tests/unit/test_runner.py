@@ -210,6 +210,8 @@ class Session:
 
     def check(self, weights: str = "fp32") -> None:
         """All logits against the plain forward pass; greedy tokens are its best, or a tie."""
+        # A last digit may turn the way in which a row's value is rounded to 16 bits.
+        tolerance = TOLERANCE * (20 if weights == "int8-dynamic" else 1)
         for id, prompt in self.prompts.items():
             answer = self.answers[id]
             plain = plain_logits(weights, prompt + answer)
@@ -217,8 +219,8 @@ class Session:
                 position = len(prompt) + index
                 expected = plain[position - 1]
                 found = self.logits[id, position]
-                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
-                assert expected.max() - expected[token] < TOLERANCE
+                torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+                assert expected.max() - expected[token] < tolerance
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -246,7 +248,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("attention", "weights"),
     [(attention, weights) for attention in ("numba", "torch") for weights in ("fp32", "fp16")]
-    + [("numba", "int8"), ("numba", WHOLE)],
+    + [("numba", "int8"), pytest.param("numba", *WHOLE.values, marks=WHOLE.marks)],
 )
 def test_everything_equals_the_plain_forward_pass(attention: str, weights: str) -> None:
     num_blocks = 26
