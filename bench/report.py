@@ -40,6 +40,7 @@ SERVE = {  # loads put on a server that runs with its defaults
     "prefix": "--shared-prefix 1000 --requests 5 --max-tokens 1",
     "idle": "--idle 5 --requests 5 --prompt-tokens 16 --max-tokens 1",
 }
+AVX2_LOADS = ("decode", "prefill", "full")
 CACHE_MIB = 256  # of the server whose memory is measured; the load goes once through all of it
 FILLING = "--concurrency 4 --requests 12 --prompt-tokens 1000 --max-tokens 8 --warm-up 0"
 
@@ -97,6 +98,18 @@ def of_step(options: Options, *arguments: str) -> dict[str, Any]:
     return found | {"roofline": lines}
 
 
+def of_avx2(options: Options) -> dict[str, Any]:
+    """What carries a target, with AVX2 alone: a start, three loads and a step of 32 rows."""
+    limited = ("--set", "kernels.instructions=avx2")
+    counts = ("--commands", "1", "--cold", "0", "--warm", "1" if options.short else "3")
+    start = script("startup", *counts, "--load-requests", "0", "--", *options.arguments, *limited)
+    found = loads(options, {name: SERVE[name] for name in AVX2_LOADS}, *limited)
+    seconds = "0.01" if options.short else "0.5"
+    one = ("--streams", "1,32", "--contexts", "128", "--no-prefill", "--seconds", seconds)
+    step = script("step", "--instructions", "avx2", *one)
+    return {"startup": start, "step": step, **found}
+
+
 def of_quality(options: Options) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(BENCH / "quality.py")], capture_output=True, text=True, check=True
@@ -142,6 +155,7 @@ SECTIONS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "memory": of_memory,
     "step": of_step,
     "deterministic": lambda options: of_step(options, "--deterministic", "--contexts", "128"),
+    "avx2": of_avx2,
     "compare": of_compare,
     "quality": of_quality,
     "http": of_http,

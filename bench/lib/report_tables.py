@@ -45,6 +45,7 @@ def tables(sections: Sections) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
         ("step", "Milliseconds of a step by part (`bench/step.py`):", steps),
         ("step", "Beside what the machine can do (`bench/roofline.py`):", roofline),
         ("deterministic", "What `[engine] deterministic` costs, tokens/s of steps alone:", exact),
+        ("avx2", 'With AVX2 alone (`[kernels] instructions = "avx2"`):', with_avx2),
         ("compare", "Beside other engines, in turns in one run:", compared),
         ("quality", "What the weights cost in quality, against float32:", quality),
         ("http", "What the front end costs:", targets_met),
@@ -235,6 +236,14 @@ def exact(sections: Sections) -> list[tuple[Any, ...]]:
         before = usual.get(line["case"], {}).get("tokens_per_s")
         rows.append((line["case"], before, line["tokens_per_s"]))
     return rows
+
+
+def with_avx2(sections: Sections) -> list[tuple[Any, ...]]:
+    """The targets that are measured so, made of the section as of those with all instructions."""
+    found = sections["avx2"]
+    server = {name: part for name, part in found.items() if name not in ("startup", "step")}
+    parts = {"startup": found["startup"], "step": found["step"], "server": server}
+    return [row for row in targets(parts) if row[-1] not in (None, "-")]
 
 
 COMPARED = {

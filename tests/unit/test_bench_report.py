@@ -147,6 +147,18 @@ def test_the_targets_are_found_in_what_was_measured() -> None:
     ]
 
 
+def test_the_targets_with_avx2_alone_are_those_that_were_measured_so() -> None:
+    step = SECTIONS["step"] | {"results": SECTIONS["step"]["results"][::2]}
+    server = {name: SECTIONS["server"][name] for name in report.AVX2_LOADS}
+    section = {"startup": SECTIONS["startup"], "step": step, **server}
+    found = [row[-1] for row in report_tables.with_avx2({"avx2": section})]
+    beyond = "1.90 (with attention 2.40), 1.90 (with attention 40.00)"
+    assert found == ["found", 2.5, 125.0, pytest.approx(1000.0), 301.0, 640.0, beyond, 150.0]
+    title, rows = next(iter(report_tables.tables({"avx2": section})))
+    assert "avx2" in title
+    assert len(rows) == len(found)
+
+
 def test_one_context_tells_nothing_of_longer_ones() -> None:
     step = SECTIONS["step"] | {"results": SECTIONS["step"]["results"][:1]}
     found = {what: value for what, _, value in report_tables.targets({"step": step})[1:]}
