@@ -31,7 +31,7 @@ MAX_NUMBER_BITS = 16 * 1024
 MAX_NUMBER_CHARS = 4096
 MAX_FORM_CHARS = 1024  # of a form of dates, and of names of attributes
 MAX_INDENT = 100
-CLOCK_STEPS = 256  # between two looks at the clock
+CLOCK_STEPS = 16  # between two looks at the clock; a step may take a hundredth of a second
 # In a form of texts: a width of six digits, or one that is an argument.
 PERCENT_WIDTH = re.compile(r"%[^%a-zA-Z]*(\d{6}|\*)")
 BRACE_WIDTH = re.compile(r"\{[^{}]*:[^{}]*\d{6}|\{[^{}]*\{")
