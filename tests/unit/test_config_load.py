@@ -87,7 +87,7 @@ def fault_of(dotted: str, text: str) -> str:
         ),
         (
             "[kernels]\nzzz = 8",
-            "F:2: key 'kernels.zzz': unknown; known are attention",
+            "F:2: key 'kernels.zzz': unknown; known are attention, instructions",
         ),
         (
             "max_num_seqs = 8",

@@ -155,10 +155,9 @@ def empty_answer(description: str) -> dict[str, Any]:
 
 def json_or_events(description: str, whole: Schema, event: Schema) -> dict[str, Any]:
     """A response that is JSON or, if ``stream`` is true, server-sent events."""
-    content = {
-        JSON: {"schema": whole},
-        EVENTS: {"schema": string("Server-sent events."), ITEM_SCHEMA: event},
-    }
+    # No type: before OpenAPI 3.2 some readers take it for the whole stream, others for each event.
+    stream = {"schema": {"description": "Server-sent events."}, ITEM_SCHEMA: event}
+    content = {JSON: {"schema": whole}, EVENTS: stream}
     return _answer(description, content, {})
 
 
