@@ -242,6 +242,31 @@ def q4_product(rows, a, lda, b, c, ldc, lines, sums, accumulate):
         q4_1(a, lda, b, c, ldc, lines, sums, lines, accumulate)
 
 
+def by_rows(most, one, two, many):
+    """Any number of rows in whole numbers by tiles of ``most``, two and one of them: a function for
+    kernels, of the tiles' arguments and, before them, the number of rows.
+
+    C[rows, PANEL] (+)= rows of records, ``stride`` bytes each, · one panel.
+    """
+
+    @numba.njit(fastmath=FASTMATH, error_model="numpy")
+    def product(rows, records, stride, panel, c, ldc, lines, accumulate):
+        while rows >= most:
+            many(records, stride, panel, c, ldc, lines, accumulate)
+            rows -= most
+            records += most * stride
+            c += most * ldc * 4
+        if rows >= 2:
+            two(records, stride, panel, c, ldc, lines, accumulate)
+            rows -= 2
+            records += 2 * stride
+            c += 2 * ldc * 4
+        if rows == 1:
+            one(records, stride, panel, c, ldc, lines, accumulate)
+
+    return product
+
+
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
 def block_sums(rows, a, lda, lines, sums):
     """Sums of each block of A's rows, float32 [rows, lines] at ``sums``."""

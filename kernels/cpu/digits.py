@@ -41,23 +41,6 @@ _LINE = ir.VectorType(simd.F32, LANES)
 _X = ir.VectorType(simd.F32, BLOCK)
 
 
-def _pointer(builder, address, kind):
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def _at(builder, address, offset):
-    return builder.add(address, simd._index(offset))
-
-
-def _filled(kind, value):
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _broadcast(builder, address, kind):
-    value = builder.load(_pointer(builder, address, kind.element), align=4)
-    return simd._splat(builder, value, kind)
-
-
 def _products(builder, total, codes, digits):
     """total + the sums by fours of codes times digits, bytes with sign; VNNI takes codes without.
 
@@ -90,7 +73,7 @@ def _to_words(builder, values):
         return simd.call(builder, "llvm.aarch64.neon.fcvtns.v4i32.v4f32", _WORDS, values)
     name, mask = "llvm.x86.avx512.mask.cvtps2dq.512", ir.Constant(ir.IntType(16), -1)
     rounding = ir.Constant(simd.I32, 4)
-    return simd.call(builder, name, _WORDS, values, _filled(_WORDS, 0), mask, rounding)
+    return simd.call(builder, name, _WORDS, values, simd.filled(_WORDS, 0), mask, rounding)
 
 
 def _joined(builder, first, second):
@@ -120,12 +103,12 @@ def _emit_record(builder, bits, source, record):
         return ir.Constant(simd.F32, value)
 
     def store(value, offset):
-        builder.store(value, _pointer(builder, _at(builder, record, offset), value.type), align=1)
+        simd.store(builder, value, simd.at(builder, record, offset), align=1)
 
-    x = builder.load(_pointer(builder, source, _X), align=4)
+    x = simd.load(builder, source, _X)
     # Without its sign a float32 compares as a whole number does, and a NaN is the largest of all.
     wide = ir.VectorType(simd.I32, BLOCK)
-    absolute = builder.and_(builder.bitcast(x, wide), _filled(wide, 0x7FFFFFFF))
+    absolute = builder.and_(builder.bitcast(x, wide), simd.filled(wide, 0x7FFFFFFF))
     largest = simd.call(builder, "llvm.vector.reduce.umax.v32i32", simd.I32, absolute)
     largest = builder.bitcast(largest, simd.F32)
     total = simd.call(
@@ -145,7 +128,7 @@ def _emit_record(builder, bits, source, record):
         if bits == Q8 and VNNI:  # codes get 128 added to lose their sign; this takes it off again
             start = simd.call(builder, "llvm.vector.reduce.add.v32i32", simd.I32, low)
             store(builder.mul(start, ir.Constant(simd.I32, -128)), _STARTS + digit * 4)
-        rest = builder.ashr(builder.sub(rest, low), _filled(wide, 8))
+        rest = builder.ashr(builder.sub(rest, low), simd.filled(wide, 8))
 
 
 _write_q8, _write_q4 = _write_block(Q8), _write_block(Q4)
@@ -170,34 +153,33 @@ def write_rows(bits, rows, x, x_stride, lines, records):
 def _tile(rows: int, bits: int):
     """An intrinsic: C[rows, PANEL] (+)= rows of records · (one panel of block lines).
 
-    Arguments: address of the records [rows, lines], of the panel, of C and its row stride in
-    elements, number of lines, and whether to add to C.
+    Arguments: address of the records and bytes from one row's to the next, address of the panel, of
+    C and its row stride in elements, number of lines, and whether to add to C.
     """
 
     @intrinsic
-    def tile(typing_context, records, panel, c, ldc, lines, accumulate):
+    def tile(typing_context, records, stride, panel, c, ldc, lines, accumulate):
         def codegen(context, builder, signature, args):
             if PRESENT:
                 _emit_tile(builder, rows, bits, *args)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 6), codegen
+        return types.void(*[types.intp] * 7), codegen
 
     return tile
 
 
-def _emit_tile(builder, rows, bits, records, panel, c, ldc, lines, accumulate):
+def _emit_tile(builder, rows, bits, records, stride, panel, c, ldc, lines, accumulate):
     index = simd._index
-    stride = builder.mul(lines, index(RECORD))
     head = blocks.PANEL * (2 if bits == Q8 else 4)
 
     def block(line, totals):
         base = builder.add(panel, builder.mul(line, index(blocks.LINE_BYTES[bits])))
         for offset in range(0, blocks.LINE_BYTES[bits], 64):
-            simd.prefetch(builder, _at(builder, base, simd.AHEAD + offset))
+            simd.prefetch(builder, simd.at(builder, base, simd.AHEAD + offset))
         first = builder.add(records, builder.mul(line, index(RECORD)))
         places = [builder.add(first, builder.mul(stride, index(row))) for row in range(rows)]
-        sums = _emit_sums(builder, bits, _at(builder, base, head), places)
+        sums = _emit_sums(builder, bits, simd.at(builder, base, head), places)
         of_rows = [totals[at : at + REGISTERS] for at in range(0, len(totals), REGISTERS)]
         return [
             _add_block(builder, base, place, bits, register, digits, total)
@@ -205,14 +187,14 @@ def _emit_tile(builder, rows, bits, records, panel, c, ldc, lines, accumulate):
             for register, (digits, total) in enumerate(zip(row, before, strict=True))
         ]
 
-    zeros = [_filled(_LINE, 0.0)] * (REGISTERS * rows)
+    zeros = [simd.filled(_LINE, 0.0)] * (REGISTERS * rows)
     totals = simd._emit_loop(builder, index(0), lines, 1, zeros, block)
     ldc = builder.mul(ldc, index(4))
     targets = []
     for row in range(rows):
         place = builder.add(c, builder.mul(ldc, index(row)))
         targets += [
-            _pointer(builder, _at(builder, place, register * LANES * 4), _LINE)
+            builder.inttoptr(simd.at(builder, place, register * LANES * 4), _LINE.as_pointer())
             for register in range(REGISTERS)
         ]
     simd._emit_store(builder, targets, totals, accumulate)
@@ -224,17 +206,19 @@ def _emit_sums(builder, bits, codes, places):
     """
     rows = []
     for place in places:
-        starts = [_filled(_WORDS, 0)] * DIGITS
+        starts = [simd.filled(_WORDS, 0)] * DIGITS
         if bits == Q8 and VNNI:
             starts = [
-                _broadcast(builder, _at(builder, place, _STARTS + digit * 4), _WORDS)
+                simd.broadcast(builder, simd.at(builder, place, _STARTS + digit * 4), _WORDS)
                 for digit in range(DIGITS)
             ]
         rows.append([list(starts) for _ in range(REGISTERS)])
     for inputs, lines in _codes(builder, codes, bits):
         for place, sums in zip(places, rows, strict=True):
             for digit in range(DIGITS):
-                factor = _broadcast(builder, _at(builder, place, digit * BLOCK + inputs), _WORDS)
+                factor = simd.broadcast(
+                    builder, simd.at(builder, place, digit * BLOCK + inputs), _WORDS
+                )
                 for line, total in zip(lines, sums, strict=True):
                     total[digit] = _products(builder, total[digit], line, factor)
     return rows
@@ -244,13 +228,13 @@ def _codes(builder, codes, bits):
     """A block's codes as bytes, four inputs of an output side by side: pairs of (first of the four
     inputs, the registers of the panel's outputs)."""
     for piece in range(8 if bits == Q8 else 4):
-        lines = _by_fours(builder, _at(builder, codes, piece * _PIECE))
+        lines = _by_fours(builder, simd.at(builder, codes, piece * _PIECE))
         if bits == Q8:
             if VNNI:
-                lines = [builder.xor(line, _filled(_BYTES, -128)) for line in lines]
+                lines = [builder.xor(line, simd.filled(_BYTES, -128)) for line in lines]
             yield 4 * piece, lines
             continue
-        mask, four = _filled(_BYTES, 15), _filled(_BYTES, 4)
+        mask, four = simd.filled(_BYTES, 15), simd.filled(_BYTES, 4)
         yield 4 * piece, [builder.and_(line, mask) for line in lines]
         yield BLOCK // 2 + 4 * piece, [builder.lshr(line, four) for line in lines]
 
@@ -264,7 +248,7 @@ def _by_fours(builder, address):
 
     step = 4 * LANES
     lines = [
-        builder.load(_pointer(builder, _at(builder, address, offset), _BYTES), align=1)
+        simd.load(builder, simd.at(builder, address, offset), _BYTES, align=1)
         for offset in range(0, _PIECE, step)
     ]
     if VNNI:  # two lines in a register
@@ -279,61 +263,25 @@ def _add_block(builder, base, place, bits, register, sums, total):
     """total + the block's outcome for one row and some outputs; the same for any number of rows,
     because nothing is left to the compiler to join or not."""
 
-    def multiply_add(factor, value, addend):
-        return simd.call(builder, f"llvm.fma.v{LANES}f32", _LINE, factor, value, addend)
-
     high, middle, low = sums
-    low = builder.add(builder.shl(middle, _filled(_WORDS, 8)), low)
+    low = builder.add(builder.shl(middle, simd.filled(_WORDS, 8)), low)
     high, low = builder.sitofp(high, _LINE), builder.sitofp(low, _LINE)
-    whole = multiply_add(high, _filled(_LINE, 65536.0), low)
+    whole = simd.fused(builder, high, simd.filled(_LINE, 65536.0), low)
     offset = register * LANES * 2
-    scale = simd._load_line(builder, _at(builder, base, offset), _LINE, True)
-    scale = builder.fmul(scale, _broadcast(builder, _at(builder, place, _SCALE), _LINE))
-    total = multiply_add(whole, scale, total)
+    scale = simd._load_line(builder, simd.at(builder, base, offset), _LINE, True)
+    scale = builder.fmul(scale, simd.broadcast(builder, simd.at(builder, place, _SCALE), _LINE))
+    total = simd.fused(builder, whole, scale, total)
     if bits == Q4:
         offset += blocks.PANEL * 2
-        minimum = simd._load_line(builder, _at(builder, base, offset), _LINE, True)
-        weight = _broadcast(builder, _at(builder, place, _SUM), _LINE)
-        total = multiply_add(weight, minimum, total)
+        minimum = simd._load_line(builder, simd.at(builder, base, offset), _LINE, True)
+        weight = simd.broadcast(builder, simd.at(builder, place, _SUM), _LINE)
+        total = simd.fused(builder, weight, minimum, total)
     return total
 
 
 # Three rows are two and one: each of these costs half a second to compile. Four would leave NEON
 # without registers: more would be stored and loaded again than is computed.
 MOST = 2 if NEON else 4
-_q8_1, _q8_2, _q8_most = (_tile(rows, Q8) for rows in (1, 2, MOST))
-_q4_1, _q4_2, _q4_most = (_tile(rows, Q4) for rows in (1, 2, MOST))
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def q8_product(rows, records, panel, c, ldc, lines, accumulate):
-    """C[rows, PANEL] (+)= rows of records · one panel."""
-    while rows >= MOST:
-        _q8_most(records, panel, c, ldc, lines, accumulate)
-        rows -= MOST
-        records += MOST * lines * RECORD
-        c += MOST * ldc * 4
-    if rows >= 2:
-        _q8_2(records, panel, c, ldc, lines, accumulate)
-        rows -= 2
-        records += 2 * lines * RECORD
-        c += 2 * ldc * 4
-    if rows == 1:
-        _q8_1(records, panel, c, ldc, lines, accumulate)
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def q4_product(rows, records, panel, c, ldc, lines, accumulate):
-    """As ``q8_product``."""
-    while rows >= MOST:
-        _q4_most(records, panel, c, ldc, lines, accumulate)
-        rows -= MOST
-        records += MOST * lines * RECORD
-        c += MOST * ldc * 4
-    if rows >= 2:
-        _q4_2(records, panel, c, ldc, lines, accumulate)
-        rows -= 2
-        records += 2 * lines * RECORD
-        c += 2 * ldc * 4
-    if rows == 1:
-        _q4_1(records, panel, c, ldc, lines, accumulate)
+q8_product, q4_product = (
+    blocks.by_rows(MOST, *(_tile(rows, bits) for rows in (1, 2, MOST))) for bits in (Q8, Q4)
+)

@@ -163,9 +163,9 @@ def _panel(p, panel, scratch):
             more = 1 if depth > 0 else add
             _panel_product(p.rows, x, p.x_stride, scratch, out, stride, count, more, p.exact)
     if width < PANEL:
-        _copy(p, first, width, out)
+        copy_last(p, first, width, out)
     if p.bias != 0:
-        _add_bias(p, first, width)
+        add_bias(p, first, width)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -220,10 +220,11 @@ def _few_rows(p, weight, out, stride, add, prepared):
     if p.kind == HALF:
         _half_product(p.rows, p.x, p.x_stride, weight, out, stride, p.inputs, add)
     elif p.byte_products != 0:
+        step = lines * digits.RECORD
         if p.kind == Q4:
-            digits.q4_product(p.rows, prepared, weight, out, stride, lines, add)
+            digits.q4_product(p.rows, prepared, step, weight, out, stride, lines, add)
         else:
-            digits.q8_product(p.rows, prepared, weight, out, stride, lines, add)
+            digits.q8_product(p.rows, prepared, step, weight, out, stride, lines, add)
     elif p.kind == Q4:
         blocks.q4_product(p.rows, p.x, p.x_stride, weight, out, stride, lines, prepared, add)
     else:
@@ -288,7 +289,7 @@ def _tile_panel(p, weight, out, stride, add, scratch):
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _copy(p, first, width, tile):
+def copy_last(p, first, width, tile):
     """From a tile of its own to where the last panel's outputs belong."""
     for row in range(p.rows):
         source = numba.carray(simd.floats(tile + row * PANEL * 4), width)
@@ -298,7 +299,8 @@ def _copy(p, first, width, tile):
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
-def _add_bias(p, first, width):
+def add_bias(p, first, width):
+    """To all rows' outputs of one panel."""
     bias = numba.carray(simd.floats(p.bias + first * 4), width)
     for row in range(p.rows):
         target = numba.carray(simd.floats(p.out + (row * p.outputs + first) * 4), width)

@@ -37,19 +37,15 @@ def _filled(value):
     return ir.Constant(_LINE, [value] * LANES)
 
 
-def _multiply_add(builder, factor, value, addend):
-    return simd.call(builder, f"llvm.fma.v{LANES}f32", _LINE, factor, value, addend)
-
-
 def _exp(builder, x):
     """exp of float32 vectors between -_MOST and _MOST."""
-    shifted = _multiply_add(builder, x, _filled(1.4426950408889634), _filled(_ROUND))
+    shifted = simd.fused(builder, x, _filled(1.4426950408889634), _filled(_ROUND))
     whole = builder.fsub(shifted, _filled(_ROUND))
-    rest = _multiply_add(builder, whole, _filled(-0.693145751953125), x)
-    rest = _multiply_add(builder, whole, _filled(-1.428606765330187e-06), rest)
+    rest = simd.fused(builder, whole, _filled(-0.693145751953125), x)
+    rest = simd.fused(builder, whole, _filled(-1.428606765330187e-06), rest)
     value = _filled(_TERMS[0])
     for term in _TERMS[1:]:
-        value = _multiply_add(builder, value, rest, _filled(term))
+        value = simd.fused(builder, value, rest, _filled(term))
     power = builder.shl(builder.bitcast(shifted, _WORDS), ir.Constant(_WORDS, [23] * LANES))
     return builder.bitcast(builder.add(builder.bitcast(value, _WORDS), power), _LINE)
 
@@ -67,8 +63,8 @@ def _inverse(builder, x):
             simd.call(builder, "llvm.x86.avx512.rcp14.ps.512", _HALF, half, nothing, mask)
         )
     guess = builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
-    missing = _multiply_add(builder, builder.fneg(x), guess, _filled(1.0))
-    return _multiply_add(builder, missing, guess, guess)
+    missing = simd.fused(builder, builder.fneg(x), guess, _filled(1.0))
+    return simd.fused(builder, missing, guess, guess)
 
 
 def _emit(builder, gate, up):

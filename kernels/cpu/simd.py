@@ -149,6 +149,13 @@ def multiply_add(builder, value, factor, addend):
     return builder.fadd(product, addend, ("contract",))
 
 
+def fused(builder, factor, value, addend):
+    """factor * value + addend of float32 vectors in one rounding: nothing is left to the compiler
+    to join or not, so that the bits do not depend on what stands around it."""
+    kind = factor.type
+    return call(builder, f"llvm.fma.v{kind.count}f32", kind, factor, value, addend)
+
+
 def call(builder, name, result, *args, flags=()):
     """Call a function of LLVM's by its full name."""
     function = builder.module.globals.get(name)
@@ -160,6 +167,31 @@ def call(builder, name, result, *args, flags=()):
 
 def _index(value):
     return ir.Constant(I64, value)
+
+
+def at(builder, address, offset):
+    """The address so many bytes on."""
+    return builder.add(address, _index(offset))
+
+
+def filled(vector, value):
+    """A constant of the same value in all lanes."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def load(builder, address, kind, align=4):
+    """What is at an address."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder, value, address, align=4):
+    """Put a value there."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def broadcast(builder, address, vector):
+    """The one value at an address, in all lanes."""
+    return _splat(builder, load(builder, address, vector.element), vector)
 
 
 def _row(builder, base, stride, row, vector):

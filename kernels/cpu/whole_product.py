@@ -25,7 +25,13 @@ from numba.extending import intrinsic
 
 from trioserve.kernels.cpu import amx, digits, processor, simd
 from trioserve.kernels.cpu.codes import BLOCK
-from trioserve.kernels.cpu.panel_product import PanelProduct, Panels, Params
+from trioserve.kernels.cpu.panel_product import (
+    PanelProduct,
+    Panels,
+    Params,
+    add_bias,
+    copy_last,
+)
 from trioserve.kernels.cpu.rows import rms_norm
 from trioserve.kernels.cpu.runtime import (
     FASTMATH,
@@ -99,16 +105,16 @@ def _largest(typing_context, x, blocks):
     def codegen(context, builder, signature, args):
         x, blocks = args
         wide = ir.VectorType(simd.I32, BLOCK)
-        magnitude = digits._filled(wide, 0x7FFFFFFF)
+        magnitude = simd.filled(wide, 0x7FFFFFFF)
 
         def block(at, found):
             place = builder.add(x, builder.mul(at, simd._index(BLOCK * 4)))
-            values = builder.and_(_load(builder, place, wide), magnitude)
+            values = builder.and_(simd.load(builder, place, wide), magnitude)
             larger = builder.icmp_unsigned(">", values, found[0])
             return [builder.select(larger, values, found[0])]
 
         # Without its sign a float32 compares as a whole number does, infinity and NaN last.
-        zeros = digits._filled(wide, 0)
+        zeros = simd.filled(wide, 0)
         (found,) = simd._emit_loop(builder, simd._index(0), blocks, 1, [zeros], block)
         found = simd.call(builder, "llvm.vector.reduce.umax.v32i32", simd.I32, found)
         found = builder.bitcast(found, simd.F32)
@@ -134,16 +140,16 @@ def _write_values(typing_context, x, blocks, factor, flip, target):
 
         def block(at, nothing):
             place = builder.add(x, builder.mul(at, index(BLOCK * 4)))
-            whole = digits._to_integers(builder, builder.fmul(_load(builder, place, line), factor))
-            high = builder.ashr(
-                builder.add(whole, digits._filled(wide, 128)), digits._filled(wide, 8)
+            whole = digits._to_integers(
+                builder, builder.fmul(simd.load(builder, place, line), factor)
             )
+            high = builder.ashr(builder.add(whole, simd.filled(wide, 128)), simd.filled(wide, 8))
             group = builder.mul(builder.lshr(at, index(1)), index(X_GROUP))
             half = builder.mul(builder.and_(at, index(1)), index(BLOCK))
             place = builder.add(target, builder.add(group, half))
             for number, values in enumerate((high, whole)):
                 values = builder.add(builder.trunc(values, narrow), flip)
-                address = _at(builder, place, number * TILE_BYTES)
+                address = simd.at(builder, place, number * TILE_BYTES)
                 builder.store(values, builder.inttoptr(address, narrow.as_pointer()), align=1)
             return []
 
@@ -176,14 +182,6 @@ def _x_stride(inputs):
 # --------------------------------------------------------------------------- products
 
 
-def _at(builder, address, offset):
-    return builder.add(address, simd._index(offset))
-
-
-def _load(builder, address, kind):
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
-
-
 def _tiles(kind: int):
     """An intrinsic: both sums of 16 rows and a panel (+)= a chunk's products, on the tile unit.
 
@@ -210,7 +208,7 @@ def _emit_tiles(builder, kind, x, panel, sums, groups, accumulate):
     with builder.if_else(adding) as (then, otherwise):
         with then:
             for number in range(4):
-                amx._load(builder, number, _at(builder, sums, number * TILE_BYTES), index(64))
+                amx._load(builder, number, simd.at(builder, sums, number * TILE_BYTES), index(64))
         with otherwise:
             for number in range(4):
                 call(builder, "llvm.x86.tilezero", tile(number))
@@ -220,14 +218,14 @@ def _emit_tiles(builder, kind, x, panel, sums, groups, accumulate):
         weights = builder.add(panel, builder.mul(at, index(group_bytes(kind))))
 
         def load(number, address, which):
-            amx._load(builder, number, _at(builder, address, which * TILE_BYTES), index(64))
+            amx._load(builder, number, simd.at(builder, address, which * TILE_BYTES), index(64))
 
         def multiply(total, of_x, of_weights):
             call(builder, "llvm.x86.tdpbssd", *map(tile, (total, of_x, of_weights)))
 
         def prefetch(first, last):
             for offset in range(first, last, LINE):
-                simd.prefetch(builder, _at(builder, weights, simd.AHEAD + offset))
+                simd.prefetch(builder, simd.at(builder, weights, simd.AHEAD + offset))
 
         load(4, weights, 0)
         load(6, rows, 0)
@@ -250,7 +248,7 @@ def _emit_tiles(builder, kind, x, panel, sums, groups, accumulate):
 
     simd._emit_loop(builder, index(0), groups, 1, [], group)
     for number in range(4):
-        pointer = builder.inttoptr(_at(builder, sums, number * TILE_BYTES), amx._BYTES)
+        pointer = builder.inttoptr(simd.at(builder, sums, number * TILE_BYTES), amx._BYTES)
         call(builder, "llvm.x86.tilestored64", tile(number), pointer, index(64))
 
 
@@ -276,11 +274,11 @@ def _vectors(kind: int, rows: int):
 def _emit_vectors(builder, kind, rows, x, panel, sums, groups):
     index = simd._index
     starts = [
-        _load(builder, _at(builder, panel, (1 + which) * PANEL * 4 + half * 64), _WORDS)
+        simd.load(builder, simd.at(builder, panel, (1 + which) * PANEL * 4 + half * 64), _WORDS)
         for which in range(2)
         for half in range(2)
     ]
-    first = _at(builder, panel, HEAD_BYTES)
+    first = simd.at(builder, panel, HEAD_BYTES)
 
     def line(at, totals):
         """One line of a group: four inputs."""
@@ -291,9 +289,9 @@ def _emit_vectors(builder, kind, rows, x, panel, sums, groups):
         weights = builder.add(weights, builder.mul(number, index(64)))
         codes = []
         for part in range(2 if kind == WHOLE8 else 4):
-            address = _at(builder, weights, part * TILE_BYTES)
-            simd.prefetch(builder, _at(builder, address, simd.AHEAD))
-            codes.append(_load(builder, address, _WORDS))
+            address = simd.at(builder, weights, part * TILE_BYTES)
+            simd.prefetch(builder, simd.at(builder, address, simd.AHEAD))
+            codes.append(simd.load(builder, address, _WORDS))
         results = list(totals)
 
         def multiply(slot, factor, code):
@@ -301,8 +299,8 @@ def _emit_vectors(builder, kind, rows, x, panel, sums, groups):
 
         for row in range(rows):
             high, low = (
-                digits._broadcast(
-                    builder, _at(builder, place, row * DEPTH + which * TILE_BYTES), _WORDS
+                simd.broadcast(
+                    builder, simd.at(builder, place, row * DEPTH + which * TILE_BYTES), _WORDS
                 )
                 for which in range(2)
             )
@@ -317,7 +315,7 @@ def _emit_vectors(builder, kind, rows, x, panel, sums, groups):
     totals = simd._emit_loop(builder, index(0), count, 1, starts * rows, line)
     for row in range(rows):
         for which in range(4):
-            place = _at(builder, sums, which * TILE_BYTES + row * 64)
+            place = simd.at(builder, sums, which * TILE_BYTES + row * 64)
             pointer = builder.inttoptr(place, _WORDS.as_pointer())
             builder.store(totals[4 * row + which], pointer, align=4)
 
@@ -358,18 +356,20 @@ def _put(typing_context, rows, sums, scales, panel, out, stride, add):
             return context.get_dummy_value()
         rows, sums, scales, panel, out, stride, add = args
         adding = builder.icmp_signed("!=", add, simd._index(0))
-        factors = [_load(builder, _at(builder, panel, half * 64), _LINE) for half in range(2)]
+        factors = [
+            simd.load(builder, simd.at(builder, panel, half * 64), _LINE) for half in range(2)
+        ]
 
         def emit(with_add):
             def row(at, nothing):
                 scale = builder.add(scales, builder.mul(at, simd._index(4)))
-                scale = digits._broadcast(builder, scale, _LINE)
+                scale = simd.broadcast(builder, scale, _LINE)
                 place = builder.add(sums, builder.mul(at, simd._index(64)))
                 target = builder.add(out, builder.mul(at, stride))
                 for half, factor in enumerate(factors):
-                    value = _outcome(builder, _at(builder, place, half * TILE_BYTES))
+                    value = _outcome(builder, simd.at(builder, place, half * TILE_BYTES))
                     value = builder.fmul(value, builder.fmul(factor, scale))
-                    address = _at(builder, target, half * 64)
+                    address = simd.at(builder, target, half * 64)
                     pointer = builder.inttoptr(address, _LINE.as_pointer())
                     if with_add:
                         value = builder.fadd(builder.load(pointer, align=4), value)
@@ -390,10 +390,12 @@ def _put(typing_context, rows, sums, scales, panel, out, stride, add):
 
 def _outcome(builder, place):
     """256 times the sum of high bytes, and the other sum."""
-    high = builder.sitofp(_load(builder, place, _WORDS), _LINE)
-    rest = builder.sitofp(_load(builder, _at(builder, place, 2 * TILE_BYTES), _WORDS), _LINE)
-    shift = digits._filled(_LINE, 256.0)
-    return simd.call(builder, "llvm.fma.v16f32", _LINE, high, shift, rest)
+    high = builder.sitofp(simd.load(builder, place, _WORDS), _LINE)
+    rest = builder.sitofp(
+        simd.load(builder, simd.at(builder, place, 2 * TILE_BYTES), _WORDS), _LINE
+    )
+    shift = simd.filled(_LINE, 256.0)
+    return simd.fused(builder, high, shift, rest)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -437,17 +439,9 @@ def _panel(p, panel, scratch):
     else:
         spare = scratch + (p.rows + ROWS - 1) // ROWS * SUMS_BYTES
         _multiply(p, weight, spare, PANEL, 0, scratch)
-        for row in range(p.rows):
-            source = numba.carray(simd.floats(spare + row * PANEL * 4), width)
-            target = numba.carray(simd.floats(out + row * p.outputs * 4), width)
-            for j in range(width):
-                target[j] = source[j] + (target[j] if p.add != 0 else np.float32(0.0))
+        copy_last(p, first, width, spare)
     if p.bias != 0:
-        bias = numba.carray(simd.floats(p.bias + first * 4), width)
-        for row in range(p.rows):
-            target = numba.carray(simd.floats(out + row * p.outputs * 4), width)
-            for j in range(width):
-                target[j] += bias[j]
+        add_bias(p, first, width)
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")

@@ -48,50 +48,14 @@ _LINE = ir.VectorType(simd.F32, LANES)
 _X, _X_INTS = ir.VectorType(simd.F32, BLOCK), ir.VectorType(simd.I32, BLOCK)
 
 
-def _pointer(builder, address, kind):
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def _at(builder, address, offset):
-    return builder.add(address, simd._index(offset))
-
-
-def _filled(kind, value):
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _load(builder, address, kind, align=4):
-    return builder.load(_pointer(builder, address, kind), align=align)
-
-
-def _store(builder, value, address, align=4):
-    builder.store(value, _pointer(builder, address, value.type), align=align)
-
-
-def _broadcast(builder, address, kind):
-    return simd._splat(builder, _load(builder, address, kind.element), kind)
-
-
-def _multiply_add(builder, factor, value, addend):
-    """One rounding, and nothing left to the compiler to join or not."""
-    name = f"llvm.fma.v{factor.type.count}f32"
-    return simd.call(builder, name, factor.type, factor, value, addend)
-
-
 def _add_products(builder, total, codes, factors):
     """total + products of pairs of words, added up by twos."""
     if _FUSED:
         return simd.call(builder, "llvm.x86.avx512.vpdpwssd.512", _INTS, total, codes, factors)
-    if PRESENT:
-        name = "llvm.x86.avx512.pmaddw.d.512" if simd.AVX512 else "llvm.x86.avx2.pmadd.wd"
-        words = ir.VectorType(_I16, 2 * LANES)
-        codes, factors = (builder.bitcast(pairs, words) for pairs in (codes, factors))
-        return builder.add(total, simd.call(builder, name, _INTS, codes, factors))
-    half = _filled(_INTS, 16)
-    for place in (lambda pairs: builder.shl(pairs, half), lambda pairs: pairs):
-        one, other = (builder.ashr(place(pairs), half) for pairs in (codes, factors))
-        total = builder.add(total, builder.mul(one, other))
-    return total
+    name = "llvm.x86.avx512.pmaddw.d.512" if simd.AVX512 else "llvm.x86.avx2.pmadd.wd"
+    words = ir.VectorType(_I16, 2 * LANES)
+    codes, factors = (builder.bitcast(pairs, words) for pairs in (codes, factors))
+    return builder.add(total, simd.call(builder, name, _INTS, codes, factors))
 
 
 # --------------------------------------------------------------------------- rows of x
@@ -112,9 +76,9 @@ def _emit_record(builder, source, record):
     def const(value):
         return ir.Constant(simd.F32, value)
 
-    x = _load(builder, source, _X)
+    x = simd.load(builder, source, _X)
     # Without its sign a float32 compares as a whole number does, and a NaN is the largest of all.
-    absolute = builder.and_(builder.bitcast(x, _X_INTS), _filled(_X_INTS, 0x7FFFFFFF))
+    absolute = builder.and_(builder.bitcast(x, _X_INTS), simd.filled(_X_INTS, 0x7FFFFFFF))
     bits = simd.call(builder, "llvm.vector.reduce.umax.v32i32", simd.I32, absolute)
     finite = builder.icmp_unsigned("<", bits, ir.Constant(simd.I32, 0x7F800000))
     largest = builder.bitcast(bits, simd.F32)
@@ -122,14 +86,14 @@ def _emit_record(builder, source, record):
     inverse = builder.select(some, builder.fdiv(const(float(LIMIT)), largest), const(0.0))
     scale = builder.select(some, builder.fmul(largest, const(1.0 / LIMIT)), const(0.0))
     scale = builder.select(finite, scale, const(float("nan")))
-    whole = _multiply_add(builder, x, simd._splat(builder, inverse, _X), _filled(_X, _ROUND))
+    whole = simd.fused(builder, x, simd._splat(builder, inverse, _X), simd.filled(_X, _ROUND))
     words = builder.trunc(builder.bitcast(whole, _X_INTS), ir.VectorType(_I16, BLOCK))
-    _store(builder, words, record)
+    simd.store(builder, words, record)
     total = builder.sext(words, _X_INTS)
     total = simd.call(builder, "llvm.vector.reduce.add.v32i32", simd.I32, total)
-    _store(builder, scale, _at(builder, record, _SCALE))
+    simd.store(builder, scale, simd.at(builder, record, _SCALE))
     total = builder.fmul(builder.sitofp(total, simd.F32), scale)
-    _store(builder, total, _at(builder, record, _SUM))
+    simd.store(builder, total, simd.at(builder, record, _SUM))
 
 
 @numba.njit(fastmath=FASTMATH, error_model="numpy")
@@ -150,7 +114,9 @@ def _codes(builder, codes, bits):
     bytes_ = ir.VectorType(_I8, PANEL)
     step = 2 * LANES
     for first in range(0, BLOCK if bits == Q8 else BLOCK // 2, 2):
-        lines = [_load(builder, _at(builder, codes, (first + i) * PANEL), bytes_) for i in (0, 1)]
+        lines = [
+            simd.load(builder, simd.at(builder, codes, (first + i) * PANEL), bytes_) for i in (0, 1)
+        ]
         parts = []
         for part in _PARTS:
             lanes = [part * LANES + i // 2 + i % 2 * PANEL for i in range(step)]
@@ -161,7 +127,7 @@ def _codes(builder, codes, bits):
         if bits == Q8:
             yield first, parts
             continue
-        mask, four = _filled(_INTS, 0x000F000F), _filled(_INTS, 4)
+        mask, four = simd.filled(_INTS, 0x000F000F), simd.filled(_INTS, 4)
         yield first, [builder.and_(part, mask) for part in parts]
         yield (
             first + BLOCK // 2,
@@ -173,7 +139,7 @@ def _scales(builder, base, bits):
     """A block line's scales and, with Q4, minima: each as the panel's parts, float32."""
 
     def row(start):
-        places = (_at(builder, base, (start + part * LANES) * 2) for part in _PARTS)
+        places = (simd.at(builder, base, (start + part * LANES) * 2) for part in _PARTS)
         return [simd._load_line(builder, place, _LINE, True) for place in places]
 
     return row(0), row(PANEL) if bits == Q4 else None
@@ -187,15 +153,15 @@ def _widen(bits: int):
         def codegen(context, builder, signature, args):
             base, out = args
             head = PANEL * (2 if bits == Q8 else 4)
-            for first, parts in _codes(builder, _at(builder, base, head), bits):
+            for first, parts in _codes(builder, simd.at(builder, base, head), bits):
                 for part, pairs in enumerate(parts):
                     place = (first // 2 * PANEL + part * LANES) * 4
-                    _store(builder, pairs, _at(builder, out, place))
+                    simd.store(builder, pairs, simd.at(builder, out, place))
             scales, minima = _scales(builder, base, bits)
             for part in _PARTS:
-                _store(builder, scales[part], _at(builder, out, _SCALES + part * LANES * 4))
-                least = _filled(_LINE, 0.0) if minima is None else minima[part]
-                _store(builder, least, _at(builder, out, _MINIMA + part * LANES * 4))
+                simd.store(builder, scales[part], simd.at(builder, out, _SCALES + part * LANES * 4))
+                least = simd.filled(_LINE, 0.0) if minima is None else minima[part]
+                simd.store(builder, least, simd.at(builder, out, _MINIMA + part * LANES * 4))
             return context.get_dummy_value()
 
         return types.void(types.intp, types.intp), codegen
@@ -220,7 +186,8 @@ def _tile(rows: int, bits: int | None):
     @intrinsic
     def tile(typing_context, records, stride, panel, c, ldc, lines, accumulate):
         def codegen(context, builder, signature, args):
-            _emit_tile(builder, rows, bits, *args)
+            if PRESENT:
+                _emit_tile(builder, rows, bits, *args)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7), codegen
@@ -240,7 +207,7 @@ def _emit_tile(builder, rows, bits, records, stride, panel, c, ldc, lines, accum
             sums = _sums_of_words(builder, base, places)
         else:
             for offset in range(0, size, 64):
-                simd.prefetch(builder, _at(builder, base, simd.AHEAD + offset))
+                simd.prefetch(builder, simd.at(builder, base, simd.AHEAD + offset))
             sums = _sums_of_codes(builder, base, places, bits)
         return _add_block(builder, base, bits, places, sums, totals)
 
@@ -248,20 +215,20 @@ def _emit_tile(builder, rows, bits, records, stride, panel, c, ldc, lines, accum
     targets = []
     for row in range(rows):
         place = builder.add(c, builder.mul(ldc, index(row)))
-        targets += [_at(builder, place, part * LANES * 4) for part in _PARTS]
+        targets += [simd.at(builder, place, part * LANES * 4) for part in _PARTS]
     totals = _start(builder, targets, accumulate)
     totals = simd._emit_loop(builder, index(0), lines, 1, totals, block)
     for target, total in zip(targets, totals, strict=True):
-        _store(builder, total, target)
+        simd.store(builder, total, target)
 
 
 def _start(builder, targets, accumulate):
     """What is in the targets or, if ``accumulate`` is 0, zeros. To begin with it, in place of
     adding it at the end, is what lets a panel be gone through in pieces with nothing changed."""
     before = builder.basic_block
-    zeros = _filled(_LINE, 0.0)
+    zeros = simd.filled(_LINE, 0.0)
     with builder.if_then(builder.icmp_signed("!=", accumulate, simd._index(0))):
-        values = [_load(builder, target, _LINE) for target in targets]
+        values = [simd.load(builder, target, _LINE) for target in targets]
         loaded = builder.basic_block
     totals = []
     for value in values:
@@ -274,9 +241,9 @@ def _start(builder, targets, accumulate):
 
 def _sums_of_codes(builder, base, places, bits):
     """A block's sums of products, for each row and part of the panel, from the codes themselves."""
-    sums = [[_filled(_INTS, 0)] * len(_PARTS) for _ in places]
+    sums = [[simd.filled(_INTS, 0)] * len(_PARTS) for _ in places]
     head = PANEL * (2 if bits == Q8 else 4)
-    for first, parts in _codes(builder, _at(builder, base, head), bits):
+    for first, parts in _codes(builder, simd.at(builder, base, head), bits):
         sums = _add_pairs(builder, sums, parts, places, simd._index(first * 2))
     return sums
 
@@ -290,11 +257,14 @@ def _sums_of_words(builder, base, places):
         for step in range(unroll):
             pair = builder.add(at, simd._index(step))
             line = builder.add(base, builder.mul(pair, simd._index(PANEL * 4)))
-            codes = [_load(builder, _at(builder, line, part * LANES * 4), _INTS) for part in _PARTS]
+            codes = [
+                simd.load(builder, simd.at(builder, line, part * LANES * 4), _INTS)
+                for part in _PARTS
+            ]
             sums = _add_pairs(builder, sums, codes, places, builder.mul(pair, simd._index(4)))
         return [one for row in sums for one in row]
 
-    zeros = [_filled(_INTS, 0)] * (len(places) * parts)
+    zeros = [simd.filled(_INTS, 0)] * (len(places) * parts)
     flat = simd._emit_loop(builder, simd._index(0), simd._index(BLOCK // 2), unroll, zeros, pairs)
     return [flat[i : i + parts] for i in range(0, len(flat), parts)]
 
@@ -303,7 +273,7 @@ def _add_pairs(builder, sums, parts, places, offset):
     """sums + codes of two inputs times each row's two values."""
     added = []
     for row, place in enumerate(places):
-        factors = _broadcast(builder, builder.add(place, offset), _INTS)
+        factors = simd.broadcast(builder, builder.add(place, offset), _INTS)
         added.append(
             [
                 _add_products(builder, total, codes, factors)
@@ -317,79 +287,30 @@ def _add_block(builder, base, bits, places, sums, totals):
     """totals + a block's outcome: for each row and part sum · scales + sum of x · minimum."""
     if bits is None:
         scales, minima = (
-            [_load(builder, _at(builder, base, start + part * LANES * 4), _LINE) for part in _PARTS]
+            [
+                simd.load(builder, simd.at(builder, base, start + part * LANES * 4), _LINE)
+                for part in _PARTS
+            ]
             for start in (_SCALES, _MINIMA)
         )
     else:
         scales, minima = _scales(builder, base, bits)
     results = []
     for row, place in enumerate(places):
-        scale = _broadcast(builder, _at(builder, place, _SCALE), _LINE)
-        weight = _broadcast(builder, _at(builder, place, _SUM), _LINE)
+        scale = simd.broadcast(builder, simd.at(builder, place, _SCALE), _LINE)
+        weight = simd.broadcast(builder, simd.at(builder, place, _SUM), _LINE)
         for part in _PARTS:
             total = totals[row * len(_PARTS) + part]
             value = builder.sitofp(sums[row][part], _LINE)
             factor = builder.fmul(scales[part], scale)
-            total = _multiply_add(builder, value, factor, total)
+            total = simd.fused(builder, value, factor, total)
             if minima is not None:
-                total = _multiply_add(builder, weight, minima[part], total)
+                total = simd.fused(builder, weight, minima[part], total)
             results.append(total)
     return results
 
 
 MOST = 4  # rows of a tile
-_q8_1, _q8_2, _q8_4 = (_tile(rows, Q8) for rows in (1, 2, MOST))
-_q4_1, _q4_2, _q4_4 = (_tile(rows, Q4) for rows in (1, 2, MOST))
-_words_1, _words_2, _words_4 = (_tile(rows, None) for rows in (1, 2, MOST))
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def q8_product(rows, records, stride, panel, c, ldc, lines, accumulate):
-    """C[rows, PANEL] (+)= rows of records · one panel of codes; ``stride`` is the bytes of a row's
-    records."""
-    while rows >= MOST:
-        _q8_4(records, stride, panel, c, ldc, lines, accumulate)
-        rows -= MOST
-        records += MOST * stride
-        c += MOST * ldc * 4
-    if rows >= 2:
-        _q8_2(records, stride, panel, c, ldc, lines, accumulate)
-        rows -= 2
-        records += 2 * stride
-        c += 2 * ldc * 4
-    if rows == 1:
-        _q8_1(records, stride, panel, c, ldc, lines, accumulate)
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def q4_product(rows, records, stride, panel, c, ldc, lines, accumulate):
-    """As ``q8_product``."""
-    while rows >= MOST:
-        _q4_4(records, stride, panel, c, ldc, lines, accumulate)
-        rows -= MOST
-        records += MOST * stride
-        c += MOST * ldc * 4
-    if rows >= 2:
-        _q4_2(records, stride, panel, c, ldc, lines, accumulate)
-        rows -= 2
-        records += 2 * stride
-        c += 2 * ldc * 4
-    if rows == 1:
-        _q4_1(records, stride, panel, c, ldc, lines, accumulate)
-
-
-@numba.njit(fastmath=FASTMATH, error_model="numpy")
-def words_product(rows, records, stride, panel, c, ldc, lines, accumulate):
-    """As ``q8_product``, a panel that was widened; the same to the bit."""
-    while rows >= MOST:
-        _words_4(records, stride, panel, c, ldc, lines, accumulate)
-        rows -= MOST
-        records += MOST * stride
-        c += MOST * ldc * 4
-    if rows >= 2:
-        _words_2(records, stride, panel, c, ldc, lines, accumulate)
-        rows -= 2
-        records += 2 * stride
-        c += 2 * ldc * 4
-    if rows == 1:
-        _words_1(records, stride, panel, c, ldc, lines, accumulate)
+q8_product, q4_product, words_product = (
+    blocks.by_rows(MOST, *(_tile(rows, bits) for rows in (1, 2, MOST))) for bits in (Q8, Q4, None)
+)
