@@ -2,13 +2,13 @@
 
     python bench/quality.py [--layout fp16 --layout int8 --layout packed] [--simulate] [--threads 2]
 
-A fixed text, the project's first decision records, goes through the default model in windows of 512
-tokens. For each layout: how often its most likely token is that of float32, its perplexity divided
-by float32's, the largest difference of a logit, and how far a window's logits depend on whether its
-rows are computed at once or a few at a time. Where the processor has a tile unit, each of our own
-layouts is measured with rows of float32 and with rows rounded to bfloat16, as `[model] dtype` has
-them. With --simulate also what other ways to round would cost, on float32 weights. Prints a table
-on stderr and one JSON object.
+A fixed text, the project's first decision records as they once were, goes through the default model
+in windows of 512 tokens. For each layout: how often its most likely token is that of float32, its
+perplexity divided by float32's, the largest difference of a logit, and how far a window's logits
+depend on whether its rows are computed at once or a few at a time. Where the processor has a tile
+unit, each of our own layouts is measured with rows of float32 and with rows rounded to bfloat16, as
+`[model] dtype` has them. With --simulate also what other ways to round would cost, on float32
+weights. Prints a table on stderr and one JSON object.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trioserve.models.resolve import resolve_model
 from trioserve.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = sorted(ROOT.glob("docs/decisions/000[1-5]-*.md"))
+TEXT = ROOT / "bench/lib/quality.txt"
 LAYOUTS = {
     "fp16": "panels",
     "fbgemm": "fp16",
@@ -188,7 +188,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     resolved = trio.run(partial(resolve_model, ModelConfig(), report=lambda stage: None))
-    text = "\n".join(path.read_text() for path in TEXT)
+    text = TEXT.read_text()
     token_ids = Tokenizer(resolved.tokenizer_path).encode(text)
     windows = [token_ids[i : i + WINDOW] for i in range(0, len(token_ids), WINDOW)]
     teams = {

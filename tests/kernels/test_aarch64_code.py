@@ -48,7 +48,7 @@ for bits in (Q4, Q8):
         digits._emit_tile(builder, 1, bits, *args)
 
     function(f"blocks{bits}", 9, block)
-    function(f"digits{bits}", 6, dots)
+    function(f"digits{bits}", 7, dots)
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
 machine = llvm.Target.from_triple(module.triple).create_target_machine(

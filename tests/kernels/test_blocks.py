@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from trioserve.kernels.cpu import codes as codes_module
 from trioserve.kernels.cpu.codes import BLOCK, Q4, Q8, Blocks, quantize_q8
-from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder, reference
-from trioserve.kernels.cpu.paged_attention import PagedAttention
+from trioserve.kernels.cpu.decoder import DecoderLayer
 from trioserve.kernels.cpu.panel_product import BYTE_ROWS, FEW_ROWS, PanelProduct, Panels
+
+from .decoders import BLOCK_SIZE, RandomSteps
 
 HEADS, KV_HEADS, DIM, INNER = 4, 2, 8, 544
 WIDTH = HEADS * DIM
@@ -175,37 +176,12 @@ def test_layers_of_mixed_kinds_equal_float64(make_batch, team):
         biases = {f"{name}_bias": None for name in shapes}
         layers.append(DecoderLayer(**panels, **norms, **biases))
         plain.append(weights | norms)
-    attention = PagedAttention(
-        team, kv_heads=KV_HEADS, group=HEADS // KV_HEADS, head_dim=DIM, block_size=16
-    )
-    source = torch.Generator().manual_seed(5)
-    embedding = torch.randn(90, WIDTH, generator=source)
-    decoder = Decoder(team, compile_decoder(team), embedding, layers, attention, 1e-5)
+    steps = RandomSteps(team, layers, plain, (HEADS, KV_HEADS, DIM))
     for rows in ([(0, 1)], [(0, 3)], [(0, 70), (0, 1)]):
-        batch = make_batch(rows, 16)
-        context = batch.context
-        attention.prepare(
-            slots=context.slots,
-            query_starts=context.query_starts,
-            row_starts=context.row_starts,
-            row_tables=context.row_tables,
-            tables=context.block_tables,
-        )
+        batch = make_batch(rows, BLOCK_SIZE)
         n = batch.num_tokens
-        token_ids = torch.randint(90, (n,), generator=source)
-        angles = torch.randn(n, DIM // 2, generator=source)
-        rotations = torch.polar(torch.ones_like(angles), angles)
-        expected = reference(
-            embedding[token_ids].numpy(),
-            rotations[context.positions].unsqueeze(1).numpy(),
-            plain,
-            batch.ends,
-            (HEADS, KV_HEADS, DIM),
-            1e-5,
-            exact=True,
-        )
-        caches = [attention.new_cache(batch.num_blocks) for _ in layers]
-        outcome = decoder(token_ids, context.positions, rotations, caches, torch.arange(n))
+        expected = steps.begin(batch, exact=True)
+        outcome = steps.run(torch.arange(n))
         scale = np.abs(expected).max()
         error = 5e-4 if team.word_products and team.tiles is None else 1e-4
         if team.parts == 1 and n > FEW_ROWS:

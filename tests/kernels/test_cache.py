@@ -26,7 +26,7 @@ def start(directory: Path, **environment: str) -> tuple[str, str]:
     if not script.exists():
         script.write_text("import logging; logging.basicConfig()\n" + START)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-P", str(script)],
         env={"PATH": "/usr/bin:/bin", "HOME": str(directory), **environment},
         input="go\n",
         capture_output=True,

@@ -18,6 +18,8 @@ from trioserve.kernels.cpu.decoder import (
 from trioserve.kernels.cpu.paged_attention import PagedAttention
 from trioserve.kernels.cpu.panel_product import PanelProduct, Panels
 
+from .decoders import check_refusals, prepare
+
 HEADS, KV_HEADS, DIM, WIDTH, INNER, LAYERS, VOCAB = 6, 2, 8, 48, 520, 3, 90
 
 
@@ -74,15 +76,7 @@ def test_product_of_rows_that_go_through_a_norm_first(products, assert_product, 
 
 
 def test_products_refuse_what_they_would_read_wrongly(products):
-    packed, x = Panels.half(random(70, 16)), random(3, 16)
-    with pytest.raises(ValueError, match=r"x must be float32 \[n, 16\]"):
-        products(x.double(), packed)
-    with pytest.raises(ValueError, match="its rows without gaps"):
-        products(random(16, 3).t(), packed)
-    with pytest.raises(ValueError, match=r"x must be float32 \[n, 16\]"):
-        products(x[:, :8], packed)
-    with pytest.raises(ValueError, match=r"bias must be float32 \[70\]"):
-        products(x, packed, random(69))
+    check_refusals(products, Panels.half, 16)
 
 
 def make_layers(with_bias: bool) -> list[dict[str, torch.Tensor | None]]:
@@ -108,16 +102,6 @@ def make_layers(with_bias: bool) -> list[dict[str, torch.Tensor | None]]:
 def packed(layer: dict[str, torch.Tensor | None]) -> DecoderLayer:
     names = ("qkv", "output", "gate_up", "down")
     return DecoderLayer(**layer | {name: Panels.half(layer[name]) for name in names})
-
-
-def prepare(attention, context) -> None:
-    attention.prepare(
-        slots=context.slots,
-        query_starts=context.query_starts,
-        row_starts=context.row_starts,
-        row_tables=context.row_tables,
-        tables=context.block_tables,
-    )
 
 
 class Model:

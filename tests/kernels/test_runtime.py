@@ -127,7 +127,8 @@ def test_servers_starting_together_share_a_cache(tmp_path):
 
     def start():
         return subprocess.Popen(
-            [sys.executable, str(script)],
+            # -P: the cache is a directory `trioserve` beside the script, and no package.
+            [sys.executable, "-P", str(script)],
             env={"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trioserve.kernels.cpu import whole_product
-from trioserve.kernels.cpu.decoder import Decoder, DecoderLayer, compile_decoder, reference
-from trioserve.kernels.cpu.paged_attention import PagedAttention
+from trioserve.kernels.cpu.decoder import DecoderLayer
 from trioserve.kernels.cpu.panel_product import Panels
 from trioserve.kernels.cpu.runtime import Team, cache_directory
 from trioserve.kernels.cpu.whole_panels import (
@@ -24,6 +23,8 @@ from trioserve.kernels.cpu.whole_panels import (
     rounding_error,
 )
 from trioserve.kernels.cpu.whole_product import TILES_PRESENT, WholeProduct
+
+from .decoders import BLOCK_SIZE, RandomSteps, check_refusals
 
 pytestmark = pytest.mark.skipif(
     not whole_product.PRESENT, reason="this processor has no products of bytes"
@@ -143,17 +144,9 @@ def test_rows_may_go_through_a_norm_first(products):
 
 
 def test_products_refuse_what_they_would_read_wrongly(products):
-    packed, x = panels_of(random(70, 64), WHOLE8), random(3, 64)
-    with pytest.raises(ValueError, match=r"x must be float32 \[n, 64\]"):
-        products(x.double(), packed)
-    with pytest.raises(ValueError, match="its rows without gaps"):
-        products(random(64, 3).t(), packed)
-    with pytest.raises(ValueError, match=r"x must be float32 \[n, 64\]"):
-        products(x[:, :32], packed)
-    with pytest.raises(ValueError, match=r"bias must be float32 \[70\]"):
-        products(x, packed, random(69))
+    check_refusals(products, lambda weight: panels_of(weight, WHOLE8), 64)
     with pytest.raises(ValueError, match="not in whole numbers"):
-        products(x, Panels.half(random(70, 64)))
+        products(random(3, 64), Panels.half(random(70, 64)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,34 +196,10 @@ def test_layers_with_them_equal_float64(make_batch, team, whole):
         )
         for layer in layers
     ]
-    attention = PagedAttention(team, kv_heads=KV_HEADS, group=3, head_dim=DIM, block_size=16)
-    source = torch.Generator().manual_seed(5)
-    embedding = torch.randn(90, WIDTH, generator=source)
-    decoder = Decoder(team, compile_decoder(team), embedding, made, attention, 1e-5)
+    steps = RandomSteps(team, made, layers, (HEADS, KV_HEADS, DIM))
     for rows, wanted in (([(0, 1)], [0]), ([(0, 40), (0, 1), (0, 70)], [110, 3])):
-        batch = make_batch(rows, 16)
-        context = batch.context
-        attention.prepare(
-            slots=context.slots,
-            query_starts=context.query_starts,
-            row_starts=context.row_starts,
-            row_tables=context.row_tables,
-            tables=context.block_tables,
-        )
-        n = batch.num_tokens
-        token_ids = torch.randint(90, (n,), generator=source)
-        angles = torch.randn(n, DIM // 2, generator=source)
-        rotations = torch.polar(torch.ones_like(angles), angles)
-        truth = reference(
-            embedding[token_ids].numpy(),
-            rotations[context.positions].unsqueeze(1).numpy(),
-            layers,
-            batch.ends,
-            (HEADS, KV_HEADS, DIM),
-            1e-5,
-        )
+        batch = make_batch(rows, BLOCK_SIZE)
+        truth = steps.begin(batch)
         limit = (2e-3 if team.parts == 2 else 2e-2) * np.abs(truth).max()
-        for some in (list(range(n)), wanted):
-            caches = [attention.new_cache(batch.num_blocks) for _ in layers]
-            found = decoder(token_ids, context.positions, rotations, caches, torch.tensor(some))
-            assert np.abs(found.numpy() - truth[some]).max() < limit
+        for some in (list(range(batch.num_tokens)), wanted):
+            assert np.abs(steps.run(torch.tensor(some)) - truth[some]).max() < limit

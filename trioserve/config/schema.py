@@ -89,9 +89,9 @@ class ModelConfig:
         "of a GGUF file as they are, `int8` makes codes of 32 inputs to a scale. `int8-dynamic` "
         "and `int16-dynamic` have whole numbers with a scale an output and multiply them with "
         "rows that become whole numbers too: with AMX the quickest where a step has many rows, "
-        "and a row gets the same whatever is beside it. They need AVX-512 VNNI; `int8-dynamic` "
-        "keeps 16 bits where 8 would cost too much. On CPU `auto` is `packed` for GGUF files that "
-        "hold codes, else `fp16`.",
+        "and a row's products are the same whatever is beside it. They need AVX-512 VNNI; "
+        "`int8-dynamic` keeps 16 bits where 8 would cost too much. On CPU `auto` is `packed` for "
+        "GGUF files that hold codes, else `fp16`.",
     )
     max_model_len: int | Auto = setting(
         "auto",
